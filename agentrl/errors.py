@@ -91,6 +91,10 @@ class CheckpointError(AgentRLError, RuntimeError):
     """A checkpoint that is incomplete, damaged, or of another model (detail: `path`)."""
 
 
+class StoreError(AgentRLError, RuntimeError):
+    """A store at a URL (`s3://...`) cannot be read or written (details: `path`, `reason`)."""
+
+
 class TrainingError(AgentRLError, RuntimeError):
     """Training cannot continue (details: `key`, `expected`)."""
 

@@ -97,7 +97,9 @@ def train_from_file(file: RunFile, cluster: "ClusterHandles | None" = None) -> S
         trainer = Trainer(run.config, components)
         with freeze_objects():
             summary = trainer.fit()
-        run.run_logger.info(summary.describe(trainer.folder))
+        store = run.config.trainer.default_remote_dir
+        where = f"{trainer.folder} and {store}" if store else trainer.folder
+        run.run_logger.info(summary.describe(where))
         return summary
 
 

@@ -20,6 +20,7 @@ from agentrl.engines.sglang.arguments import TESTED_VERSION
 from agentrl.errors import ConfigError
 from agentrl.plugins.environment import DISTRIBUTION, num_cores
 from agentrl.trainer.setup.engine_factory import choose_engine
+from agentrl.trainer.setup.preflight import claim_store
 from agentrl.workers.distributed import World, start_world
 
 _SHOWN = (DISTRIBUTION, "torch", "transformers", "sglang")
@@ -69,7 +70,7 @@ def check_machine() -> Checked[None]:
 
 
 def check_disk(config: RunConfig, stack: ExitStack) -> Checked[RunConfig]:
-    """Check that the run's folder can be written; return the run with a temporary folder.
+    """Check that the run's folder and its store can be written; return it with a temporary folder.
 
     The temporary folder is where the run will write, so that servers can read new weights there.
 
@@ -96,7 +97,10 @@ def check_disk(config: RunConfig, stack: ExitStack) -> Checked[RunConfig]:
         "weight_sync": sync.model_copy(update={"folder": Path(made) / "weights"}),
     }
     local = config.model_copy(update=changes)
-    return Checked(local, f"{free / 1e9:.1f} GB free for {folder}")
+    claim_store(config)
+    store = config.trainer.default_remote_dir
+    written = f"; {store} was written to" if store else ""
+    return Checked(local, f"{free / 1e9:.1f} GB free for {folder}{written}")
 
 
 def check_device(config: RunConfig) -> Checked[World]:

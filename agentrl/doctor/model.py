@@ -123,7 +123,7 @@ def check_policy(config: RunConfig, world: World) -> Checked[PolicyModel]:
     # The checks use the weights as they are.
     fsdp = config.actor.fsdp_config.model_copy(update={"param_offload": False})
     policy = load_policy(config.model, world, fsdp, seed=config.trainer.seed)
-    if not config.trainer.val_only:
+    if not config.trainer.val_only and config.trainer.default_remote_dir is None:
         needed = checkpoint_bytes(count_weights(policy.trained_weights()), config.actor.optim)
         if (critic := critic_size(config)) is not None:
             needed += checkpoint_bytes(critic.trained_weights, config.critic.optim)

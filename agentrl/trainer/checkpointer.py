@@ -4,6 +4,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from agentrl.config.schema.run import RunConfig
+from agentrl.errors import CheckpointError, StoreError
+from agentrl.remote_io import Location, RemotePath, upload_folder
 from agentrl.trainer.components import TrainerComponents
 from agentrl.trainer.credit import CREDIT
 from agentrl.trainer.state.data_fingerprint import RECORD
@@ -14,11 +16,12 @@ from agentrl.trainer.state.resume import (
     config_digest,
     find_checkpoint,
     policy_origin,
+    saved_folder,
 )
 from agentrl.trainer.state.run_folder import STARTED_AS, changed_keys, write_start
 from agentrl.trainer.state.summary import Summary
-from agentrl.workers.checkpoint import Checkpoint, RunState
-from agentrl.workers.export import export_adapter, export_hf
+from agentrl.workers.checkpoint import MANIFEST, Checkpoint, RunState
+from agentrl.workers.export import ABOUT, export_adapter, export_hf
 from agentrl.workers.snapshot import (
     RunningSave,
     identify,
@@ -75,7 +78,8 @@ class Checkpointer:
             check_origin(state.origin, self._config, path)
         parts.order.load_state_dict(state.data)
         parts.credit.load_state_dict(state.trainer.pop(CREDIT, {}))
-        start = path.resolve().parents[1] / state.trainer.pop(STARTED_AS, "")
+        run = path.resolve().parents[1] if isinstance(path, Path) else self._folder
+        start = run / state.trainer.pop(STARTED_AS, "")
         state.trainer["checkpoint"] = str(path)
         lines = [f"resumed from {path} at step {state.step}"]
         changes = changed_keys(start, self._config)
@@ -94,8 +98,8 @@ class Checkpointer:
 
     def has(self, step: int) -> bool:
         """Return whether a step is saved."""
-        folder = checkpoint_folder(self._config) / f"global_step_{step}"
-        return on_main(self._world, folder.is_dir)
+        manifest = checkpoint_folder(self._config) / f"global_step_{step}" / MANIFEST
+        return on_main(self._world, manifest.is_file)
 
     def start(self, step: int, summary: Summary, unlogged: dict[str, float] | None) -> None:
         """Copy the state of the whole run, and write it in the background.
@@ -126,7 +130,7 @@ class Checkpointer:
         """Return whether a checkpoint was started and is written by now, or failed."""
         return self._running is not None and self._running.is_done()
 
-    def finish(self) -> Path | None:
+    def finish(self) -> Location | None:
         """Wait for the checkpoint that is being written.
 
         Returns:
@@ -144,8 +148,15 @@ class Checkpointer:
         if running is not None:
             running.abandon()
 
-    def export(self, step: int, summary: Summary) -> Path:
-        """Write the policy as a plain Hugging Face folder, or its adapter as a folder of peft."""
+    def export(self, step: int, summary: Summary) -> Location:
+        """Write the policy as a plain Hugging Face folder, or its adapter as a folder of peft.
+
+        Returns:
+            The folder; in a store, if the run has one.
+
+        Raises:
+            CheckpointError: on every rank, if it cannot be written.
+        """
         about = {
             "step": step,
             "val_success": summary.val_success_after,
@@ -156,4 +167,17 @@ class Checkpointer:
         is_adapter = self._config.trainer.export == "adapter" and policy.adapters is not None
         write = export_adapter if is_adapter else export_hf
         write(policy, tokenizer, folder, about=about)
-        return folder
+        target = saved_folder(self._config) / folder.name
+        if isinstance(target, RemotePath):
+            on_main(self._world, lambda: self._upload(folder, target))
+        return target
+
+    def _upload(self, folder: Path, target: RemotePath) -> None:
+        try:
+            upload_folder(folder, target, marker=ABOUT)
+        except StoreError as error:
+            raise CheckpointError(
+                f"cannot write the model: {error.args[0]}",
+                path=target,
+                expected=f"a store that answers; the model is complete in {folder}",
+            ) from error

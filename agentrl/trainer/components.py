@@ -287,12 +287,12 @@ def start_pool(
 
 
 def check_checkpoint(config: RunConfig, updaters: Iterable[Updater], total_steps: int) -> None:
-    """Check that a checkpoint of the trained models fits on the disk.
+    """Check that a checkpoint of the trained models fits on the disk, if it is written there.
 
     Raises:
         ConfigError: if the disk has too little space.
     """
-    if total_steps:
+    if total_steps and config.trainer.default_remote_dir is None:
         sizes = (
             checkpoint_bytes(count_weights(one.model.trained_weights()), one.config.optim)
             for one in updaters

@@ -1,4 +1,4 @@
-"""Checkpoints of a run on disk: complete, or absent.
+"""Checkpoints of a run on disk or in a store (`s3://...`): complete, or absent.
 
     global_step_10/
         rank_0.safetensors       rank 0's slices of weights (`weight/NAME`) and moments
@@ -7,10 +7,11 @@
         state.json               identity of the model, counters, random streams, the data's order
         manifest.json            digests of each file above, position of each slice; written last
 
-A checkpoint is written to a temporary folder, flushed, and made visible by one rename. It is also
-removed by one rename. It contains no pickles. `checkpoint_writer` writes it; every rank writes its
-own file. This module finds, verifies and reads checkpoints. A run on any number of ranks can read
-them. Files are hashed in pieces, so that ranks and threads share the work.
+On disk, a checkpoint is written to a temporary folder, flushed, and made visible by one rename. It
+is also removed by one rename. In a store, which has no such rename, a folder with a manifest is a
+checkpoint. It contains no pickles. `checkpoint_writer` writes it; every rank writes its own file.
+This module finds, verifies and reads checkpoints. A run on any number of ranks can read them. Files
+are hashed in pieces, so that ranks and threads share the work.
 
 Format 1 (`model.safetensors` and `optimizer.safetensors` with whole tensors) is still read.
 """
@@ -20,20 +21,22 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from safetensors import SafetensorError, safe_open
 
 from agentrl.atomic_io import move_into
-from agentrl.errors import CheckpointError
+from agentrl.errors import CheckpointError, StoreError
+from agentrl.remote_io import Location, RemotePath
 from agentrl.workers.rng import RandomState
-from agentrl.workers.shards import LocalSlice, byte_view, overlap
+from agentrl.workers.shards import LocalSlice, Overlap, byte_view, overlap
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,9 @@ _FORMAT_1 = {"model.safetensors": WEIGHT, "optimizer.safetensors": ""}
 _NUM_THREADS = 4
 _READ_BYTES = 2**20
 _COPY_BYTES = 2**24
-"""Bytes of a slice that are read at a time."""
+"""Bytes of a slice that are read at a time, and of a file in a store."""
+_HEADER_BYTES = 10**8
+"""Most bytes of the header of a safetensors file, as in its definition."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes of weights and moments, by safetensors' names."""
 
@@ -141,7 +146,7 @@ _STATE, _MANIFEST = TypeAdapter(RunState), TypeAdapter(Manifest)
 class Checkpoint:
     """A checkpoint whose files are complete."""
 
-    path: Path
+    path: Location
     state: RunState
     manifest: Manifest
 
@@ -187,27 +192,28 @@ class Checkpoint:
 
         Raises:
             CheckpointError: if the checkpoint lacks a part of a slice.
+            StoreError: if its store cannot be read.
         """
         left = {name: target.local.numel() for name, target in targets.items()}
-        for file in self.manifest.files:
-            if not file.endswith(".safetensors"):
-                continue
+        wanted: dict[str, list[tuple[str, StoredSlice]]] = {}
+        for name, target in targets.items():
+            for slice_ in self.manifest.tensors.get(name, []):
+                if _overlap(slice_, target).num_elements:
+                    wanted.setdefault(slice_.file, []).append((name, slice_))
+        for file, slices in wanted.items():
             prefix = _FORMAT_1.get(file, "") if self.manifest.format == 1 else ""
             with (self.path / file).open("rb") as stream:
-                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-                data_start = stream.tell()
-                for name, target in targets.items():
-                    for slice_ in self.manifest.tensors.get(name, []):
-                        if slice_.file == file:
-                            entry = header[name.removeprefix(prefix)]
-                            start = data_start + entry["data_offsets"][0]
-                            dtype = DTYPES[entry["dtype"]]
-                            left[name] -= _copy(stream, start, dtype, slice_, target)
+                header, data_start = _read_header(stream)
+                entries = [(header[name.removeprefix(prefix)], name, one) for name, one in slices]
+                for entry, name, slice_ in sorted(entries, key=lambda e: e[0]["data_offsets"]):
+                    start = data_start + entry["data_offsets"][0]
+                    dtype = DTYPES[entry["dtype"]]
+                    left[name] -= _copy(stream, start, dtype, slice_, targets[name])
         if missing := next((name for name, num in left.items() if num), None):
             raise CheckpointError(f"{self.path.name} lacks values of {missing}", path=self.path)
 
 
-def open_checkpoint(path: Path, *, rank: int = 0, num_ranks: int = 1) -> Checkpoint:
+def open_checkpoint(path: Location, *, rank: int = 0, num_ranks: int = 1) -> Checkpoint:
     """Open a checkpoint and verify a rank's share of its bytes.
 
     Cheap checks come first, on each rank: the manifest, the sizes of the files, the state's bytes.
@@ -219,13 +225,14 @@ def open_checkpoint(path: Path, *, rank: int = 0, num_ranks: int = 1) -> Checkpo
 
     Raises:
         CheckpointError: with the file that is missing, damaged or of another format.
+        StoreError: if its store cannot be read.
     """
     manifest = _read_manifest(path)
+    sizes = file_sizes(path)
     required = {STATE, *(_FORMAT_1 if manifest.format == 1 else ())}
     for name in sorted(required | manifest.files.keys()):
-        file, pieces = path / name, manifest.files.get(name, [])
-        num_bytes = sum(piece.num_bytes for piece in pieces)
-        if not pieces or not file.is_file() or file.stat().st_size != num_bytes:
+        pieces = manifest.files.get(name, [])
+        if not pieces or sizes.get(name) != sum(piece.num_bytes for piece in pieces):
             raise _damaged(path, name)
     _verify(path, manifest, [STATE], rank=0, num_ranks=1)
     others = [name for name in manifest.files if name != STATE]
@@ -233,14 +240,40 @@ def open_checkpoint(path: Path, *, rank: int = 0, num_ranks: int = 1) -> Checkpo
     return _read_contents(path, manifest)
 
 
-def newest_first(root: Path) -> list[tuple[int, Path]]:
-    """List steps and checkpoint folders, the newest first."""
-    folders = root.iterdir() if root.is_dir() else []
+def file_sizes(path: Location) -> dict[str, int]:
+    """Return the bytes of each file of a folder by name; empty if there is no folder."""
+    if isinstance(path, RemotePath):
+        return path.file_sizes()
+    sizes: dict[str, int] = {}
+    for file in path.iterdir() if path.is_dir() else []:
+        with suppress(FileNotFoundError):  # another rank has renamed its temporary file
+            if file.is_file():
+                sizes[file.name] = file.stat().st_size
+    return sizes
+
+
+def is_step(folder: Location) -> bool:
+    """Return whether a folder has the name of a checkpoint."""
+    return _FOLDER.fullmatch(folder.name) is not None
+
+
+def newest_first(root: Location) -> list[tuple[int, Location]]:
+    """List steps and checkpoint folders, the newest first.
+
+    Raises:
+        StoreError: if their store cannot be read.
+    """
+    folders: Iterable[Location]
+    if isinstance(root, RemotePath):
+        folders = [path for path in root.folders() if (path / MANIFEST).is_file()]
+    else:
+        folders = root.iterdir() if root.is_dir() else []
     matches = ((_FOLDER.fullmatch(path.name), path) for path in folders)
-    return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
+    found = ((int(match[1]), path) for match, path in matches if match)
+    return sorted(found, key=lambda pair: pair[0], reverse=True)
 
 
-def set_aside_later(root: Path, step: int) -> list[Path]:
+def set_aside_later(root: Location, step: int) -> Sequence[Location]:
     """Move checkpoints of later steps to `superseded/`, for a run that continues from this step.
 
     Otherwise the run would resume from them. They keep their names, with a number if the name
@@ -258,14 +291,28 @@ def set_aside_later(root: Path, step: int) -> list[Path]:
     """
     later = [path for number, path in newest_first(root) if number > step]
     try:
-        return move_into(later, root / SUPERSEDED)
-    except OSError as error:
+        if isinstance(root, RemotePath):
+            return _move_in_store(later, root / SUPERSEDED)
+        return move_into([path for path in later if isinstance(path, Path)], root / SUPERSEDED)
+    except (OSError, StoreError) as error:
         raise CheckpointError(
             f"cannot move an earlier checkpoint to {SUPERSEDED}/: {error}", path=root
         ) from error
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _move_in_store(paths: Sequence[Location], folder: RemotePath) -> list[Location]:
+    """Move checkpoints of a store into a folder, each to the first free name."""
+    moved: list[Location] = []
+    for path in paths:
+        assert isinstance(path, RemotePath)
+        names = (f"{path.name}.{number}" if number else path.name for number in count())
+        target = next(folder / name for name in names if not (folder / name).is_dir())
+        path.move_folder(target, MANIFEST)
+        moved.append(target)
+    return moved
+
+
+def _read_manifest(path: Location) -> Manifest:
     try:
         content = json.loads((path / MANIFEST).read_bytes())
         version = content["format"]
@@ -292,7 +339,9 @@ def _read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _verify(path: Path, manifest: Manifest, names: list[str], *, rank: int, num_ranks: int) -> None:
+def _verify(
+    path: Location, manifest: Manifest, names: list[str], *, rank: int, num_ranks: int
+) -> None:
     """Hash a rank's share of some files: consecutive pieces of about equal size."""
     work: list[tuple[str, int, Piece]] = []
     total = sum(piece.num_bytes for name in names for piece in manifest.files[name])
@@ -318,21 +367,22 @@ def _verify(path: Path, manifest: Manifest, names: list[str], *, rank: int, num_
                 raise _damaged(path, name)
 
 
-def _hash(file: Path, start: int, num_bytes: int) -> str:
+def _hash(file: Location, start: int, num_bytes: int) -> str:
     digest = hashlib.sha256()
+    read_bytes = _READ_BYTES if isinstance(file, Path) else _COPY_BYTES
     with file.open("rb") as stream:
         stream.seek(start)
-        while num_bytes and (data := stream.read(min(num_bytes, _READ_BYTES))):
+        while num_bytes and (data := stream.read(min(num_bytes, read_bytes))):
             digest.update(data)
             num_bytes -= len(data)
     return digest.hexdigest()
 
 
-def _damaged(path: Path, name: str) -> CheckpointError:
+def _damaged(path: Location, name: str) -> CheckpointError:
     return CheckpointError(f"{path.name} is damaged: {name} is missing or was changed", path=path)
 
 
-def _read_contents(path: Path, manifest: Manifest) -> Checkpoint:
+def _read_contents(path: Location, manifest: Manifest) -> Checkpoint:
     """Read the state and the headers: undamaged files may still be of another format."""
     name, tensors = STATE, manifest.tensors
     try:
@@ -340,14 +390,16 @@ def _read_contents(path: Path, manifest: Manifest) -> Checkpoint:
         for name in manifest.files:
             if name == STATE:
                 continue
-            with safe_open(path / name, "pt") as file:
-                if manifest.format == 1:
-                    tensors |= {
-                        _FORMAT_1[name] + key: [StoredSlice(name, [0] * len(shape), shape)]
-                        for key in file.keys()  # noqa: SIM118 - it is not a dict
-                        for shape in [file.get_slice(key).get_shape()]
-                    }
-    except (ValidationError, SafetensorError, OSError) as error:
+            with (path / name).open("rb") as stream:
+                header, _ = _read_header(stream)
+            if manifest.format == 1:
+                tensors |= {
+                    _FORMAT_1[name] + key: [StoredSlice(name, [0] * len(shape), shape)]
+                    for key, entry in header.items()
+                    if key != "__metadata__"
+                    for shape in [entry["shape"]]
+                }
+    except (ValueError, OSError) as error:
         text = str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
@@ -356,6 +408,21 @@ def _read_contents(path: Path, manifest: Manifest) -> Checkpoint:
             f"{path.name} is of another format: {name}: {text}", path=path
         ) from error
     return Checkpoint(path, state, manifest)
+
+
+def _read_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Read the header of a safetensors file; return it, and the position of the first tensor.
+
+    Raises:
+        ValueError: if the file is not a safetensors file.
+    """
+    num_bytes = int.from_bytes(stream.read(8), "little")
+    if num_bytes > _HEADER_BYTES:
+        raise ValueError("its header is too large")
+    header = json.loads(stream.read(num_bytes))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no mapping")
+    return cast("dict[str, Any]", header), 8 + num_bytes
 
 
 def _difference(found: ModelIdentity, expected: ModelIdentity) -> str:
@@ -372,6 +439,13 @@ def _difference(found: ModelIdentity, expected: ModelIdentity) -> str:
     return "no difference"
 
 
+def _overlap(slice_: StoredSlice, target: LocalSlice) -> Overlap:
+    """Return the part that a stored slice and a target have in common; see `shards.overlap`."""
+    if not slice_.shape:  # a number
+        return overlap(([0], [1]), ([0], [1]))
+    return overlap((slice_.offset, slice_.shape), (target.offset, target.local.shape))
+
+
 def _copy(
     stream: BinaryIO, start: int, dtype: torch.dtype, slice_: StoredSlice, target: LocalSlice
 ) -> int:
@@ -379,11 +453,9 @@ def _copy(
 
     The file is read and not mapped: mapped pages would count as memory of the process.
     """
-    is_number = not slice_.shape
-    shape = [1] if is_number else slice_.shape
-    local = target.local.reshape(1) if is_number else target.local
-    offsets = ([0], [0]) if is_number else (slice_.offset, target.offset)
-    theirs, ours, num = overlap((offsets[0], shape), (offsets[1], local.shape))
+    shape = slice_.shape or [1]
+    local = target.local if slice_.shape else target.local.reshape(1)
+    theirs, ours, num = _overlap(slice_, target)
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     step = max(1, _COPY_BYTES // (row_bytes or 1))
     for first in range(theirs[0].start, theirs[0].stop if num else 0, step):

@@ -5,6 +5,10 @@ of each rank then writes the copy to `rank_K.safetensors` in the temporary folde
 writes `rank_K.json` with the digests. The main rank's thread waits for these files of all ranks,
 writes the manifest and renames the folder. The threads exchange files and no messages, so they
 cannot disturb the collectives of training. This needs a folder that all ranks see.
+
+In a store (`s3://...`) the files are written to the checkpoint's folder itself, from memory and
+without a copy on the disk, and the manifest makes it a checkpoint. A folder without a manifest is
+what an interrupted save left; the next save removes it.
 """
 
 import hashlib
@@ -23,13 +27,13 @@ import torch
 from torch import Tensor
 
 from agentrl.atomic_io import (
-    atomic_file,
     atomic_folder,
     make_folder,
     remove_folder,
     remove_leftovers,
 )
-from agentrl.errors import CheckpointError, is_out_of_memory
+from agentrl.errors import CheckpointError, StoreError, is_out_of_memory
+from agentrl.remote_io import Location, RemotePath, reason_of, write_whole
 from agentrl.workers.checkpoint import (
     DTYPES,
     MANIFEST,
@@ -38,6 +42,8 @@ from agentrl.workers.checkpoint import (
     Piece,
     RunState,
     StoredSlice,
+    file_sizes,
+    is_step,
     newest_first,
 )
 from agentrl.workers.shards import LocalSlice, byte_view
@@ -51,6 +57,8 @@ GRACE_S = 10.0
 """A run that ends with an error waits for the files of other ranks until none has grown for so many
 seconds."""
 _POLL_S = 0.02
+_STORE_POLL_S = 1.0
+"""Seconds between two listings of a store."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -118,7 +126,7 @@ def rank_file(rank: int | str) -> str:
 class CheckpointWriter:
     """Writes one checkpoint. The main rank begins and publishes; each rank writes its file."""
 
-    root: Path
+    root: Location
     """The folder of the run's checkpoints."""
     state: RunState
     num_ranks: int = 1
@@ -132,22 +140,31 @@ class CheckpointWriter:
     _draft: ExitStack = field(default_factory=ExitStack)
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Location:
         """The checkpoint's folder."""
         return self.root / f"global_step_{self.state.step}"
 
-    def begin(self) -> Path:
+    def begin(self) -> Location:
         """Make the temporary folder, after the leftovers of killed runs are removed.
+
+        In a store it is the checkpoint's own folder.
 
         Raises:
             CheckpointError: if it cannot be made.
         """
         with self._naming_folder():
+            if isinstance(self.root, RemotePath):
+                for folder in self.root.folders():
+                    if is_step(folder) and not (folder / MANIFEST).is_file():
+                        folder.remove_folder(MANIFEST)
+                draft = self.root / self.folder.name
+                draft.remove_folder(MANIFEST)
+                return draft
             make_folder(self.root)
             remove_leftovers(self.root)
-            return self._draft.enter_context(atomic_folder(self.folder))
+            return self._draft.enter_context(atomic_folder(self.root / self.folder.name))
 
-    def write_rank(self, draft: Path, rank: int, host: HostCopy) -> None:
+    def write_rank(self, draft: Location, rank: int, host: HostCopy) -> None:
         """Write a rank's file, flush it, then write its digests for the main rank.
 
         Raises:
@@ -155,18 +172,18 @@ class CheckpointWriter:
         """
         with self._naming_folder():
             pieces = _write_file(draft / rank_file(rank), host.take_pieces())
-            with atomic_file(draft / _record(rank)) as path:
-                text = json.dumps({"pieces": pieces, "slices": host.slices})
-                path.write_text(text, encoding="utf-8")
+            record = json.dumps({"pieces": pieces, "slices": host.slices}).encode()
+            write_whole(draft / _record(rank), record)
 
-    def publish(self, draft: Path) -> Path:
+    def publish(self, draft: Location) -> Location:
         """Wait for the files of all ranks, make the checkpoint visible, and remove older ones.
 
         Returns:
             Its folder.
 
         Raises:
-            CheckpointError: if a rank does not write its file; the temporary folder is removed.
+            CheckpointError: if a rank does not write its file; the temporary folder is removed, or
+                has no manifest.
         """
         with self._naming_folder(), self._draft:
             records = self._await_records(draft)
@@ -180,9 +197,17 @@ class CheckpointWriter:
             }
             text = json.dumps(asdict(self.state), indent=1, sort_keys=True)
             files[STATE] = _write_file(draft / STATE, [text.encode()])
-            for rank in range(self.num_ranks):
-                (draft / _record(rank)).unlink()
-            _write_file(draft / MANIFEST, [Manifest(files, tensors).to_json().encode()])
+            manifest = Manifest(files, tensors).to_json().encode()
+            if isinstance(draft, Path):
+                for rank in range(self.num_ranks):
+                    (draft / _record(rank)).unlink()
+                _write_file(draft / MANIFEST, [manifest])
+            else:
+                self._check_uploads(draft, files)
+                (draft / MANIFEST).write_bytes(manifest)
+        if isinstance(draft, RemotePath):
+            with _warning(f"{draft} keeps temporary files"):
+                draft.remove_files([_record(rank) for rank in range(self.num_ranks)])
         self._remove_older()
         return self.folder
 
@@ -193,33 +218,62 @@ class CheckpointWriter:
         except OSError as error:
             message = f"cannot write a checkpoint: {error}"
             raise CheckpointError(message, path=self.folder) from error
+        except StoreError as error:
+            raise CheckpointError(
+                f"cannot write a checkpoint: {error.args[0]}",
+                path=self.folder,
+                expected="a store that answers, has space, and accepts the credentials; the "
+                "checkpoint before this one is unchanged",
+            ) from error
 
-    def _await_records(self, draft: Path) -> list[dict[str, Any]]:
-        paths = [draft / _record(rank) for rank in range(self.num_ranks)]
+    def _check_uploads(self, draft: RemotePath, files: Mapping[str, list[Piece]]) -> None:
+        sizes = draft.file_sizes()
+        for name, pieces in files.items():
+            num_bytes = sum(piece.num_bytes for piece in pieces)
+            if sizes.get(name) != num_bytes:
+                raise CheckpointError(
+                    f"cannot write a checkpoint: the store has {sizes.get(name, 0)} bytes of "
+                    f"{name}, and {num_bytes} were written",
+                    path=self.folder,
+                )
+
+    def _await_records(self, draft: Location) -> list[dict[str, Any]]:
+        names = [_record(rank) for rank in range(self.num_ranks)]
         size, since = -1, time.monotonic()
-        while missing := [path.stem for path in paths if not path.exists()]:
-            files = draft.glob(rank_file("*"))
-            now, grown = time.monotonic(), sum(file.stat().st_size for file in files)
+        while missing := [name for name in names if name not in (sizes := file_sizes(draft))]:
+            now, grown = time.monotonic(), sum(sizes.values())
             if grown != size:
                 size, since = grown, now
             elif now - since > self.patience_s:
                 raise CheckpointError(
-                    f"cannot write a checkpoint: {', '.join(missing)} did not write its part",
+                    "cannot write a checkpoint: "
+                    f"{', '.join(name.removesuffix('.json') for name in missing)} did not write "
+                    "its part",
                     path=self.folder,
                     expected="ranks that see the same folder, and write to it within "
                     "trainer.collective_timeout_s",
                 )
-            time.sleep(_POLL_S)
-        return [json.loads(path.read_bytes()) for path in paths]
+            time.sleep(_POLL_S if isinstance(draft, Path) else _STORE_POLL_S)
+        return [json.loads((draft / name).read_bytes()) for name in names]
 
     def _remove_older(self) -> None:
         step = self.state.step
         before = [path for num, path in newest_first(self.root) if num < step and num != self.best]
         for path in before[self.keep - 1 :] if self.keep else []:
-            try:
-                remove_folder(path)
-            except OSError as error:
-                logger.warning("%s cannot be removed: %s", path.name, error)
+            with _warning(f"{path.name} cannot be removed"):
+                if isinstance(path, RemotePath):
+                    path.remove_folder(MANIFEST)
+                else:
+                    remove_folder(path)
+
+
+@contextmanager
+def _warning(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, StoreError) as error:
+        reason = reason_of(error) if isinstance(error, StoreError) else error
+        logger.warning("%s: %s", what, reason)
 
 
 def _record(rank: int) -> str:
@@ -246,13 +300,14 @@ def _copy_pieces(tensors: list[Tensor], num_bytes: int) -> deque[Tensor]:
     return pieces
 
 
-def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> list[Piece]:
+def _write_file(path: Location, pieces: Iterable[bytes | memoryview]) -> list[Piece]:
     """Write and flush a file; return the digests of its pieces."""
     written: list[Piece] = []
-    with path.open("wb") as file:
+    with path.open("wb") if isinstance(path, Path) else path.create() as file:
         for data in pieces:
             file.write(data)
             written.append(Piece(len(data), hashlib.sha256(data).hexdigest()))
-        file.flush()
-        os.fsync(file.fileno())
+        if isinstance(path, Path):
+            file.flush()
+            os.fsync(file.fileno())
     return written

@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 
 from agentrl.atomic_io import restore_all_replaced
 from agentrl.errors import CheckpointError
+from agentrl.remote_io import Location
 from agentrl.workers.actor import Actor
 from agentrl.workers.checkpoint import (
     CRITIC,
@@ -56,7 +57,7 @@ class RunningSave:
     writer: CheckpointWriter
     written: Future[None]
     """This rank's file."""
-    published: Future[Path] | None
+    published: Future[Location] | None
     """On the main rank: the whole checkpoint."""
 
     def is_done(self) -> bool:
@@ -66,7 +67,7 @@ class RunningSave:
         waits, failed = self.world.max([float(not is_done), float(has_failed)])
         return bool(failed) or not waits
 
-    def finish(self) -> Path:
+    def finish(self) -> Location:
         """Wait until the checkpoint is complete; return its folder.
 
         Raises:
@@ -74,7 +75,7 @@ class RunningSave:
         """
         try:
             on_every_rank(self.world, self.written.result)
-            return on_main(self.world, lambda: cast("Future[Path]", self.published).result())
+            return on_main(self.world, lambda: cast("Future[Location]", self.published).result())
         except Exception as error:
             is_shared = error is self.world.status.shared_error
             self._end(patience_s=0.0 if is_shared else GRACE_S)
@@ -96,7 +97,7 @@ class RunningSave:
 
 
 def start_save(
-    root: Path,
+    root: Location,
     actor: Actor,
     state: RunState,
     *,
@@ -146,19 +147,19 @@ def start_save(
 
 
 def save_run(
-    root: Path,
+    root: Location,
     actor: Actor,
     state: RunState,
     *,
     critic: Critic | None = None,
     keep: int | None = None,
     best: int | None = None,
-) -> Path:
+) -> Location:
     """Write a checkpoint and wait until it is complete; see `start_save`."""
     return start_save(root, actor, state, critic=critic, keep=keep, best=best).finish()
 
 
-def find_latest(root: Path, world: World) -> Checkpoint | None:
+def find_latest(root: Location, world: World) -> Checkpoint | None:
     """Find the newest complete checkpoint, and log each damaged one that is skipped.
 
     Each rank verifies its share. A collective.
@@ -168,10 +169,12 @@ def find_latest(root: Path, world: World) -> Checkpoint | None:
 
     Raises:
         CheckpointError: if all checkpoints are damaged. The user must choose to start again.
+        StoreError: if their store cannot be read.
     """
 
-    def list_newest_first() -> list[Path]:
-        restore_all_replaced(root)
+    def list_newest_first() -> list[Location]:
+        if isinstance(root, Path):
+            restore_all_replaced(root)
         return [path for _, path in newest_first(root)]
 
     paths = on_main(world, list_newest_first)
@@ -191,7 +194,7 @@ def find_latest(root: Path, world: World) -> Checkpoint | None:
     return None
 
 
-def verify_together(path: Path, world: World) -> Checkpoint:
+def verify_together(path: Location, world: World) -> Checkpoint:
     """Open a checkpoint; each rank verifies its share of the bytes. A collective.
 
     Raises:

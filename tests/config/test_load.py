@@ -42,7 +42,22 @@ def test_an_address_of_an_object_store_is_not_taken_for_a_folder():
     given = SMALL | {"trainer": {"default_local_dir": "s3://bucket/runs/x"}}
     error = refusal(parse_config, given)
     assert "trainer.default_local_dir: s3:// is not supported" in str(error)
-    assert "Mount the storage" in str(error)
+    assert "trainer.default_remote_dir" in str(error)
+
+
+def test_a_checkpoint_and_the_folder_of_checkpoints_may_be_urls():
+    url = "s3://bucket/runs/x"
+    trainer = {"default_remote_dir": url + "/", "resume_mode": "path", "resume_from_path": url}
+    config = parse_config(SMALL | {"trainer": trainer})
+    assert config.trainer.default_remote_dir == config.trainer.resume_from_path == url
+    config = parse_config(SMALL | {"trainer": trainer | {"resume_from_path": "runs/a"}})
+    assert config.trainer.resume_from_path == Path("runs/a")
+
+
+@pytest.mark.parametrize("url", ["runs/x", "/runs/x", "s3:/bucket", "s3://", "zip://a::s3://b/c"])
+def test_what_is_no_url_is_refused(url: str):
+    error = refusal(parse_config, SMALL | {"trainer": {"default_remote_dir": url}})
+    assert f"trainer.default_remote_dir: is {url!r}; expected a URL" in str(error)
 
 
 def test_overrides_win_and_are_read_as_yaml(run_file):

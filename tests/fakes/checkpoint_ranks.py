@@ -15,10 +15,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from agentrl.cli import leave_rank
 from agentrl.errors import AgentRLError
 from agentrl.protocol import DataProto
+from agentrl.remote_io import Location, RemotePath
 from agentrl.workers import checkpoint_writer, snapshot
 from agentrl.workers.actor import Actor
 from agentrl.workers.checkpoint import RunState
-from agentrl.workers.checkpoint_writer import copy_to_host
+from agentrl.workers.checkpoint_writer import CheckpointWriter, copy_to_host
 from agentrl.workers.critic import Critic
 from agentrl.workers.distributed import World, start_world, stop_world
 from agentrl.workers.shards import local_slice
@@ -79,7 +80,7 @@ def state_of(step: int, actor: Actor) -> RunState:
     return RunState(step, identify(actor.policy))
 
 
-def save_all(world: World, folder: Path) -> None:
+def save_all(world: World, folder: Location) -> None:
     """Save an actor of each optimizer."""
     for optimizer in OPTIMIZERS:
         actor, critic = trained(world, optimizer), new_critic(world, optimizer)
@@ -88,7 +89,7 @@ def save_all(world: World, folder: Path) -> None:
         save_run(folder / optimizer, actor, state_of(1, actor), critic=critic)
 
 
-def resave_all(world: World, source: Path, folder: Path) -> None:
+def resave_all(world: World, source: Location, folder: Location) -> None:
     """Load the checkpoints that other ranks saved, and save them from these ranks."""
     for optimizer in OPTIMIZERS:
         actor = new_actor(world, optimizer, seed=5)
@@ -138,6 +139,31 @@ def meet_faults(world: World, folder: Path) -> dict[str, Any]:
     return seen
 
 
+def save_to_store(world: World, root: RemotePath) -> dict[str, Any]:
+    """Save to a store; lose the file of the last rank; save again. Return what each rank saw."""
+    resave_all(world, root / "one", root / "two_of_one")
+    save_all(world, root / "two")
+    seen: dict[str, Any] = {}
+    actor, faults = trained(world, "adamw"), root / "faults"
+    save_run(faults, actor, state_of(1, actor))
+    upload = CheckpointWriter.write_rank
+    if world.rank == world.size - 1:
+        CheckpointWriter.write_rank = lambda *_: None
+    running = start_save(faults, actor, state_of(2, actor))
+    running.writer.patience_s = 0.5
+    try:
+        running.finish()
+    except AgentRLError as error:
+        seen["lost"] = str(error)
+    CheckpointWriter.write_rank = upload
+    newest = find_latest(faults, world)
+    assert newest is not None
+    seen["latest"] = newest.path.name
+    save_run(faults, actor, state_of(3, actor))
+    seen["kept"] = [folder.name for folder in faults.folders()]
+    return seen
+
+
 def count_copies(world: World) -> dict[str, Any]:
     """Which rank of a 2 x 2 mesh writes which replicated slice."""
     mesh = init_device_mesh("cpu", (2, 2))
@@ -175,6 +201,8 @@ def main(task: str, folder: Path, *rest: str) -> None:
         resave_all(world, folder / "one", folder / "two_of_one")
         save_all(world, folder / "two")
         seen = meet_faults(world, folder)
+    elif task == "remote":
+        seen = save_to_store(world, RemotePath(rest[0]))
     elif task == "four":
         resave_all(world, folder / "two", folder / "four_of_two")
         seen = count_copies(world)

@@ -3,14 +3,18 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from agentrl.errors import CheckpointError
+from agentrl.remote_io import Location, RemotePath
 from agentrl.workers.checkpoint import RunState, open_checkpoint
 from agentrl.workers.checkpoint_writer import CheckpointWriter, copy_to_host
 from agentrl.workers.shards import LocalSlice
+
+P = TypeVar("P", Path, RemotePath)
 
 
 def whole(tensor: Tensor) -> LocalSlice:
@@ -19,13 +23,13 @@ def whole(tensor: Tensor) -> LocalSlice:
 
 
 def write_checkpoint(
-    root: Path,
+    root: P,
     state: RunState,
     tensors: Mapping[str, Tensor],
     *,
     keep: int | None = None,
     best: int | None = None,
-) -> Path:
+) -> P:
     """Write a checkpoint of whole tensors, as one rank does, in this thread."""
     writer = CheckpointWriter(root, state, keep=keep, best=best, patience_s=0.0)
     host = copy_to_host({name: whole(tensor) for name, tensor in tensors.items()}, 0)
@@ -36,10 +40,10 @@ def write_checkpoint(
         with suppress(CheckpointError):
             writer.publish(draft)
         raise
-    return writer.publish(draft)
+    return cast("P", writer.publish(draft))
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Location) -> dict[str, Tensor]:
     """Read every tensor of a checkpoint, named `weight/NAME` or `moment/NAME`."""
     checkpoint = open_checkpoint(path)
     tensors: dict[str, Tensor] = {}

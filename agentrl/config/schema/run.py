@@ -22,7 +22,15 @@ from agentrl.config.schema.prepare import (
 from agentrl.config.schema.reward import (
     RewardConfig,
 )
-from agentrl.config.schema.section import FolderOrHubName, ModulePath, Section, Seed, UserPath
+from agentrl.config.schema.section import (
+    FolderOrHubName,
+    ModulePath,
+    PathOrUrl,
+    Section,
+    Seed,
+    Url,
+    UserPath,
+)
 from agentrl.config.schema.training import (
     ActorConfig,
     AlgorithmConfig,
@@ -319,7 +327,14 @@ class TrainerConfig(Section):
     experiment_name: str = "run"
     """Name of this run."""
     default_local_dir: UserPath = Path("runs/run")
-    """The folder of everything that a run writes."""
+    """The folder of everything that a run writes. With ranks on several nodes it is a folder that
+    all of them see, or `default_remote_dir` is set."""
+    default_remote_dir: Url | None = None
+    """URL of a folder for checkpoints and the exported policy, in a store that all nodes reach:
+    `s3://bucket/runs/a`, `gs://...`, `hdfs://...`, or another protocol of fsspec (verl:
+    `default_hdfs_dir`). The run resumes from there. Logs, metrics and rollouts stay in
+    `default_local_dir`, and so does a copy of the exported policy. null: all is in
+    `default_local_dir`."""
     total_training_steps: int | None = Field(default=None, ge=0)
     """null: `total_epochs` over the data."""
     critic_warmup: int = Field(default=0, ge=0)
@@ -349,8 +364,8 @@ class TrainerConfig(Section):
     ] = "auto"
     """auto: resume from the last complete checkpoint of the run's folder, if there is one.
     resume_path (or: path): resume from `resume_from_path`. disable: start again."""
-    resume_from_path: UserPath | None = None
-    """Folder of one checkpoint (`global_step_N`), for `resume_mode: resume_path`."""
+    resume_from_path: PathOrUrl | None = None
+    """Folder or URL of one checkpoint (`global_step_N`), for `resume_mode: resume_path`."""
     rollout_data_dir: UserPath | None = None
     """Folder for all training rollouts, as JSONL; null: they are not saved."""
     validation_data_dir: UserPath | None = None

@@ -4,16 +4,17 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/")
+_FULL_URL = re.compile(r"[a-z][a-z0-9+.-]+://[^/].*")
 
 
 def _expand_home(path: Path) -> Path:
     if (url := _URL.match(str(path))) is not None:
         raise ValueError(
-            f"{url[1]}:// is not supported: agentrl reads and writes files. Mount the storage, and "
-            "give the path of its folder"
+            f"{url[1]}:// is not supported here: this key is the path of a file or folder. "
+            "Checkpoints and the exported policy can go to a URL, trainer.default_remote_dir"
         )
     try:
         return path.expanduser()
@@ -23,6 +24,18 @@ def _expand_home(path: Path) -> Path:
 
 def _expand_home_in_name(name: str) -> str:
     return str(_expand_home(Path(name))) if name.startswith("~") else name
+
+
+def _check_url(url: str) -> str:
+    if "::" in url or not _FULL_URL.fullmatch(url):
+        raise ValueError(f"is {url!r}; expected a URL such as s3://bucket/runs/a or hdfs://host/a")
+    return url.rstrip("/")
+
+
+def _check_location(place: object) -> object:
+    if isinstance(place, str) and _URL.match(place):
+        return _check_url(place)
+    return _expand_home(Path(place)) if isinstance(place, str | Path) else place
 
 
 def _refuse_colon(path: str) -> str:
@@ -39,6 +52,10 @@ ModulePath = Annotated[str, AfterValidator(_refuse_colon)]
 """`package.module` or `path/to/file.py`, without the name of an object in it."""
 UserPath = Annotated[Path, AfterValidator(_expand_home)]
 """A path as a user writes it; `~` becomes the home folder when the file is read."""
+Url = Annotated[str, AfterValidator(_check_url)]
+"""A folder in a store that fsspec knows, such as `s3://bucket/runs/a`."""
+PathOrUrl = Annotated[Path | str, BeforeValidator(_check_location)]
+"""A path as a user writes it, or a URL."""
 FolderOrHubName = Annotated[str, AfterValidator(_expand_home_in_name)]
 """A folder as a user writes it, or a name on the Hugging Face hub."""
 

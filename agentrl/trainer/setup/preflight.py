@@ -12,6 +12,7 @@ from agentrl.config.tables import method_facts
 from agentrl.data.prepare.manifest import is_made, is_unfinished
 from agentrl.errors import AgentRLError, ConfigError, DataError
 from agentrl.plugins.registry import unknown_name
+from agentrl.remote_io import check_store
 from agentrl.rewards import get_reward_manager
 from agentrl.rollout.tool_parsers import get_tool_parser
 from agentrl.tools import BaseTool
@@ -209,7 +210,18 @@ def claim_folders(config: RunConfig) -> None:
     ):
         if folder is not None:
             claim_folder(folder, key=key)
+    claim_store(config)
     claim_prepared(config)
+
+
+def claim_store(config: RunConfig) -> None:
+    """Try to write to the store of the checkpoints, if there is one.
+
+    Raises:
+        ConfigError: if that fails.
+    """
+    if (url := config.trainer.default_remote_dir) is not None:
+        check_store(url, key="trainer.default_remote_dir")
 
 
 def claim_prepared(config: RunConfig) -> None:

@@ -8,11 +8,11 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import DataError
+from agentrl.remote_io import Location, locate
 from agentrl.trainer.setup.datasets import RunData, fingerprint_of
 from agentrl.trainer.setup.rollout_setup import RolloutSetup
 from agentrl.trainer.state.resume import checkpoint_folder
@@ -76,13 +76,14 @@ def check_rows(record: DataRecord, config: RunConfig) -> list[str]:
     Raises:
         DataError: if the training rows, or their order, differ from those that the run began with.
     """
-    path: Path | None = None
+    path: Location | None = None
     match config.trainer.resume_mode:
         case "auto":
             # The newest one, even if it is damaged: its rows are those of the run as well.
             path = next((path for _, path in newest_first(checkpoint_folder(config))), None)
         case "resume_path":
-            path = config.trainer.resume_from_path
+            named = config.trainer.resume_from_path
+            path = None if named is None else locate(named)
         case "disable":
             pass
     if path is None:

@@ -2,18 +2,19 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from agentrl.atomic_io import atomic_file, move_into
+from agentrl.atomic_io import move_into
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import CheckpointError
+from agentrl.remote_io import Location, locate, write_whole
 from agentrl.trainer.metrics.sinks import METRICS_FILE, move_metrics_aside
 from agentrl.trainer.rollouts.files import SKIPPED, find_rollouts
-from agentrl.workers.checkpoint import SUPERSEDED, Checkpoint, set_aside_later
+from agentrl.workers.checkpoint import SUPERSEDED, Checkpoint, newest_first, set_aside_later
 from agentrl.workers.distributed import World
 from agentrl.workers.snapshot import find_latest, on_main, verify_together
 
@@ -28,9 +29,15 @@ _NO_STEP = -1
 """Before step 0; the validation of step 0 has a rollout file."""
 
 
-def checkpoint_folder(config: RunConfig) -> Path:
+def saved_folder(config: RunConfig) -> Location:
+    """Return the folder of what a run needs to resume: its own, or that in a store."""
+    trainer = config.trainer
+    return locate(trainer.default_remote_dir or trainer.default_local_dir)
+
+
+def checkpoint_folder(config: RunConfig) -> Location:
     """Return the folder of a run's checkpoints."""
-    return config.trainer.default_local_dir / "checkpoints"
+    return saved_folder(config) / "checkpoints"
 
 
 def find_checkpoint(config: RunConfig, world: World) -> Checkpoint | None:
@@ -40,6 +47,7 @@ def find_checkpoint(config: RunConfig, world: World) -> Checkpoint | None:
 
     Raises:
         CheckpointError: if `resume_path` names none, or it is damaged.
+        StoreError: if its store cannot be read.
     """
     trainer = config.trainer
     match trainer.resume_mode:
@@ -48,8 +56,8 @@ def find_checkpoint(config: RunConfig, world: World) -> Checkpoint | None:
         case "auto":
             return find_latest(checkpoint_folder(config), world)
         case "resume_path":
-            path = trainer.resume_from_path
-            if path is None or not path.is_dir():
+            path = None if trainer.resume_from_path is None else locate(trainer.resume_from_path)
+            if path is None or not on_main(world, path.is_dir):
                 reason = "is not set" if path is None else f"no folder {path}"
                 example = checkpoint_folder(config) / "global_step_10"
                 raise CheckpointError(
@@ -79,7 +87,7 @@ def policy_origin(config: RunConfig) -> str:
     return origin.hexdigest()
 
 
-def check_origin(origin: str, config: RunConfig, path: Path) -> None:
+def check_origin(origin: str, config: RunConfig, path: Location) -> None:
     """Refuse a checkpoint of a run that began from another policy.
 
     Raises:
@@ -121,15 +129,16 @@ def start_date(config: RunConfig, world: World) -> datetime:
     """Return today, or the start date of the run that is resumed; the main rank decides."""
 
     def find_or_write() -> datetime:
-        path, now = config.trainer.default_local_dir / START_FILE, datetime.now()
-        has_checkpoints = any(checkpoint_folder(config).glob("global_step_*"))
-        if config.trainer.resume_mode != "disable" and has_checkpoints and path.is_file():
+        path, now = saved_folder(config) / START_FILE, datetime.now()
+        is_resumed = config.trainer.resume_mode != "disable" and newest_first(
+            checkpoint_folder(config)
+        )
+        if is_resumed and path.is_file():
             try:
-                return datetime.fromisoformat(path.read_text(encoding="utf-8").strip())
+                return datetime.fromisoformat(path.read_bytes().decode().strip())
             except ValueError:
                 return now
-        with atomic_file(path) as draft:
-            draft.write_text(now.isoformat() + "\n", encoding="utf-8")
+        write_whole(path, f"{now.isoformat()}\n".encode())
         return now
 
     return on_main(world, find_or_write)
@@ -142,11 +151,11 @@ def start_date(config: RunConfig, world: World) -> datetime:
 class ArchivedOutputs:
     """New paths of the files that were moved."""
 
-    damaged: list[Path] = field(default_factory=list[Path])
+    damaged: Sequence[Location] = ()
     """Damaged checkpoints that were skipped; the run repeats their steps."""
-    checkpoints: list[Path] = field(default_factory=list[Path])
+    checkpoints: Sequence[Location] = ()
     """Checkpoints of the earlier run."""
-    rollouts: list[Path] = field(default_factory=list[Path])
+    rollouts: Sequence[Path] = ()
     metrics: Path | None = None
 
     def describe(self) -> Iterator[str]:
@@ -164,7 +173,7 @@ class ArchivedOutputs:
             yield f"moved files of an earlier run: {', '.join(moves)}"
 
 
-def archive_earlier_outputs(config: RunConfig, path: Path | None, step: int) -> ArchivedOutputs:
+def archive_earlier_outputs(config: RunConfig, path: Location | None, step: int) -> ArchivedOutputs:
     """Move away files of an earlier run that would be mistaken for files of this run.
 
     These are checkpoints that a later `auto` would resume from, and rollouts between the new ones.
@@ -188,7 +197,7 @@ def archive_earlier_outputs(config: RunConfig, path: Path | None, step: int) -> 
     if trainer.val_only:
         return ArchivedOutputs(metrics=metrics)
     root = checkpoint_folder(config)
-    is_own = path is not None and path.resolve().parent == root.resolve()
+    is_own = path is not None and _resolve(path).parent == _resolve(root)
     last_kept = step if is_own else _NO_STEP
     later = set_aside_later(root, last_kept)
     if trainer.resume_mode == "auto":
@@ -201,3 +210,7 @@ def archive_earlier_outputs(config: RunConfig, path: Path | None, step: int) -> 
         for moved in move_into(find_rollouts(folder, after=last_kept), folder / SUPERSEDED)
     ]
     return ArchivedOutputs(checkpoints=later, rollouts=rollouts, metrics=metrics)
+
+
+def _resolve(path: Location) -> Location:
+    return path.resolve() if isinstance(path, Path) else path

@@ -122,7 +122,7 @@ class Summary:
         with atomic_file(path) as draft:
             draft.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
-    def describe(self, folder: Path) -> str:
+    def describe(self, folder: Path | str) -> str:
         """Return the last lines that a run prints."""
         seconds = f"{self.seconds_total - self.seconds_prepare:.0f} s"
         if (preparation := f"{self.seconds_prepare:.0f} s") != "0 s":

@@ -23,6 +23,7 @@ from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.killed_runs import SCORER
 from tests.fakes.run_differences import differences
 from tests.fakes.runs import read_lines, tiny_run
+from tests.fakes.stores import download, memory_store
 
 
 @pytest.fixture
@@ -176,6 +177,41 @@ def test_resume_is_exact_after_a_kill_at_any_step(
 
 def _end(*_: object) -> None:
     raise Killed
+
+
+def test_resume_is_exact_on_another_machine_from_a_store(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store, steps = memory_store(), {"trainer__total_training_steps": 3}
+    train(tmp_path / "whole", **steps)
+    remote = steps | {"trainer__default_remote_dir": store.url}
+    with pytest.raises(Killed):
+        train(tmp_path / "first", ("update_actor", 2), **remote)
+    began = (store / START_FILE).read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer, "Manifest", _end)
+        with pytest.raises(Killed):
+            train(tmp_path / "second", **remote)
+    assert {folder.name for folder in (store / "checkpoints").folders()} == {
+        "global_step_1", "global_step_2",  # without a manifest
+    }  # fmt: skip
+    train(tmp_path / "third", **remote)
+    assert (store / START_FILE).read_bytes() == began, "templates write the date of the run"
+    saved = download(store, tmp_path / "saved")
+    for name in ("checkpoints", "trained"):
+        assert differences(tmp_path / "whole" / name, saved / name) == []
+        assert name == "trained" or not (tmp_path / "third" / name).exists()
+    assert [line["step"] for line in read_lines(tmp_path / "third/metrics.jsonl")] == [2, 3]
+    summary = json.loads((tmp_path / "third/summary.json").read_text())
+    assert summary["exported"] == f"{store}/trained"
+    assert summary["checkpoint"] == f"{store}/checkpoints/global_step_3"
+    elsewhere = {
+        "trainer__resume_mode": "resume_path",
+        "trainer__resume_from_path": f"{store}/checkpoints/global_step_2",
+    }
+    train(tmp_path / "local", **steps | elsewhere)
+    name = "checkpoints/global_step_3"
+    assert differences(tmp_path / "whole" / name, tmp_path / "local" / name) == []
 
 
 def refuse_pickles(patch: pytest.MonkeyPatch) -> None:
