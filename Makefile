@@ -30,7 +30,7 @@ test-slow:  ## Run the slow tests (half an hour on two busy cores).
 	$(PYTHON) -m pytest -n logical --dist worksteal -m slow
 
 test-sglang:  ## Run the tests that start the real SGLang (half an hour on two busy cores).
-	$(SGLANG_PYTHON) -m pytest -m sglang
+	AGENTRL_AGENTS_PYTHON=$(shell command -v $(PYTHON)) $(SGLANG_PYTHON) -m pytest -m sglang
 
 test-chaos:  ## Kill processes of runs on Ray at five random instants of each kind.
 	AGENTRL_CHAOS_INSTANTS=5 $(PYTHON) -m pytest -n 0 -m slow tests/cluster/test_chaos.py

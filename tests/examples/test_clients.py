@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from transformers import Qwen2ForCausalLM
 
-from agentrl.agent_loops.external import ExternalAgent
-from agentrl.agent_loops.gateway import Gateway
-from agentrl.config.schema.agent import AgentConfig
 from agentrl.engines import TransformersEngine
-from agentrl.rollout.records import Budgets
 from agentrl.rollout.states import StopReason
-from tests.fakes.engines import plain_logits, tiny_model
+from tests.fakes.client_agents import (
+    FIRST_CALLS,
+    check_client_trains_what_was_sampled,
+    random_policy_for_clients,
+    run_client,
+)
 from tests.fakes.plugins import (
     calling,
     encode,
@@ -24,8 +25,6 @@ from tests.fakes.plugins import (
     make_request,
     tiny_tokenizer,
 )
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples/agents"
 
 pytestmark = pytest.mark.slow
 
@@ -42,17 +41,7 @@ EDITS = (
 
 
 async def run_agent(name: str, context: Any, source: Any, request: Any, **keys: Any) -> None:
-    config = AgentConfig(
-        command=["python", str(EXAMPLES / name / "agent.py"), "{row}"],
-        timeout_s=240,
-        env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # it loads prices from the network otherwise
-        **keys,
-    )
-    agent = ExternalAgent(config, Gateway())
-    try:
-        await agent(request, context, source)
-    finally:
-        await agent.close()
+    await run_client(name, context, source, request, **keys)
     assert request.stop_reason is StopReason.ANSWERED, (request.error, request.agent_run)
 
 
@@ -100,22 +89,17 @@ async def test_mini_swe_agent_edits_a_file_of_its_folder() -> None:
     assert not (Path.cwd() / "solution.py").exists()
 
 
-async def test_client_trains_what_the_embedded_engine_sampled() -> None:
-    tokenizer = tiny_tokenizer()
-    model = tiny_model(vocab_size=len(tokenizer))
-    engine = TransformersEngine.from_model(model, tokenizer=tokenizer)
-    request = make_request(
-        "2 + 3?", budgets=Budgets(max_model_len=1500, max_turn_tokens=24), seed=5
-    )
+@pytest.fixture(scope="module")
+def policy() -> Qwen2ForCausalLM:
+    return random_policy_for_clients()
+
+
+@pytest.mark.parametrize("name", FIRST_CALLS)
+async def test_client_trains_what_the_embedded_engine_sampled(
+    name: str, policy: Qwen2ForCausalLM
+) -> None:
+    engine = TransformersEngine.from_model(policy, tokenizer=tiny_tokenizer())
     try:
-        await run_agent("anthropic_client", make_context(engine), engine, request)
+        await check_client_trains_what_was_sampled(name, engine, policy)
     finally:
         await engine.close()
-    assert not request.branches
-    (turn,) = request.turns
-    assert turn.num_tokens == len(sampled_ids(request)) == len(request.response_ids) > 0
-    ids = torch.tensor(request.response_ids)
-    expected = torch.log_softmax(plain_logits(model, request.prompt_ids, ids.tolist()), -1)
-    expected = expected.gather(1, ids[:, None])[:, 0]
-    log_probs = torch.tensor(request.rollout_log_probs)
-    torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=1e-4)
