@@ -193,6 +193,28 @@ def reward_rescore(
     raise typer.Exit(int(not any(change.new for change in changes.values())))
 
 
+_STATUS_HELP = (
+    "Show what a run does now: its step, and on Ray its pools, nodes, processes, their load and"
+    " last heartbeat.\n\n"
+    "Reads the run's folder, so it works on every machine that sees it; it needs neither Ray nor a"
+    " free device. Exit code: 0 if the run is running or finished, 1 if it was stopped or failed, 2"
+    " for a wrong folder, 3 if its process is dead."
+)
+
+
+@app.command(help=_STATUS_HELP)
+def status(
+    folder: Annotated[
+        Path | None, _argument("FOLDER", "trainer.default_local_dir; default: the newest of runs/.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what a run does now."""
+    from agentrl.commands.status import show_status
+
+    raise typer.Exit(show_status(folder, as_json=as_json, say=typer.echo))
+
+
 # Checks.
 
 _DOCTOR_HELP = (

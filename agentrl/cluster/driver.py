@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -29,6 +29,7 @@ from agentrl.cluster.monitor import Monitor, Snapshot
 from agentrl.cluster.placement import PlacedPool, place
 from agentrl.cluster.pools import check_pools, device_kind, make_pools
 from agentrl.cluster.ranks import RankEnd, RankFailedError, RankPlace
+from agentrl.cluster.run_status import STATUS_FILE, StatusWriter
 from agentrl.config.schema.cluster import Role
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import ClusterError
@@ -287,9 +288,7 @@ class ClusterRun:
                 _kill(ranks[name])
 
     def _snapshot(self) -> Snapshot | None:
-        with suppress(RayError):
-            return ray.get(self.monitor.snapshot.remote(), timeout=_POLL_S * 4)
-        return None
+        return _snapshot_of(self.monitor)
 
     def _with_role(self, role: Role) -> Iterator[PlacedPool]:
         return (placed for placed in self.pools.values() if role in placed.pool.roles)
@@ -364,7 +363,6 @@ def open_cluster(config: RunConfig, *, say: Callable[[str], None]) -> Iterator[C
     ):
         say(cluster)
         pools = make_pools(config, device_kind(config, list_nodes()))
-        placed = place(pools, timeout_s=config.cluster.placement_timeout_s, say=say)
         actor_class: Any = ray.remote(Monitor)
         options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 1}
         monitor = actor_class.options(name=MONITOR + run_id, **options).remote()
@@ -381,19 +379,30 @@ def open_cluster(config: RunConfig, *, say: Callable[[str], None]) -> Iterator[C
         logs = RunLogs(
             folder / "logs", run_id, lambda: ray.get(monitor.take_logs.remote(), timeout=limit)
         )
-        for pool in pools:
-            say(f"pool {pool}")
-        logs.start(echo="rank_0")
-        directory = None if config.cluster.runtime_env.working_dir else str(Path.cwd())
-        try:
-            yield ClusterRun(
-                config, run_id, placed, monitor, logs, stop, say, environment, directory
-            )
-        finally:
-            for one in placed.values():
-                with suppress(Exception):
-                    one.release()
-            logs.close()
+        status = StatusWriter(
+            path=logs.folder / STATUS_FILE,
+            run_id=run_id,
+            folder=folder,
+            pools=pools,
+            total_steps=config.trainer.total_training_steps,
+            heartbeat_s=config.cluster.heartbeat_s,
+            snapshot=lambda: _snapshot_of(monitor),
+            list_nodes=list_nodes,
+        )
+        with closing(logs), status.writing():
+            placed = place(pools, timeout_s=config.cluster.placement_timeout_s, say=say)
+            for pool in pools:
+                say(f"pool {pool}")
+            logs.start(echo="rank_0")
+            directory = None if config.cluster.runtime_env.working_dir else str(Path.cwd())
+            try:
+                yield ClusterRun(
+                    config, run_id, placed, monitor, logs, stop, say, environment, directory
+                )
+            finally:
+                for one in placed.values():
+                    with suppress(Exception):
+                        one.release()
 
 
 def _end_of(reference: Any) -> RankEnd:
@@ -403,6 +412,12 @@ def _end_of(reference: Any) -> RankEnd:
         if isinstance(error, RayActorError):
             return RankEnd("lost", _reason(error), 1)
         return RankEnd("failed", _reason(error), 1)
+
+
+def _snapshot_of(monitor: Any) -> Snapshot | None:
+    with suppress(RayError):
+        return ray.get(monitor.snapshot.remote(), timeout=_POLL_S * 4)
+    return None
 
 
 def _is_lost(end: RankEnd) -> bool:

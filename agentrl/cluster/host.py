@@ -164,6 +164,7 @@ class Host:
     def _beat(self, interval_s: float) -> None:
         process = psutil.Process()
         process.cpu_percent()
+        psutil.cpu_percent()  # measured from one call to the next
         raylet = os.getppid()
         while not self._ended.wait(interval_s):
             if os.getppid() != raylet:  # Ray itself leaves some processes of a killed raylet
@@ -172,6 +173,8 @@ class Host:
                 "cpu_percent": process.cpu_percent(),
                 "memory_bytes": process.memory_info().rss,
                 "node_load": os.getloadavg()[0],
+                "node_cpu_percent": psutil.cpu_percent(),
+                "node_memory_percent": psutil.virtual_memory().percent,
                 "calls": self._calls,
             }
             with contextlib.suppress(Exception):

@@ -160,13 +160,14 @@ def find_shortfall(
 def describe_nodes(nodes: Sequence[NodeResources]) -> str:
     """Describe the resources of each node for an error."""
     return "; ".join(
-        f"{node.address}: {_shown(_countable(node.total))} "
-        f"(free: {_shown(_countable(node.available))})"
+        f"{node.address}: {_shown(countable(node.total))} "
+        f"(free: {_shown(countable(node.available))})"
         for node in nodes
     )
 
 
-def _countable(resources: Resources) -> dict[str, float]:
+def countable(resources: Resources) -> dict[str, float]:
+    """Leave out what Ray adds to the resources of a node: memory, addresses, reservations."""
     hidden = ("node:", "memory", "object_store_memory")
     return {
         name: amount

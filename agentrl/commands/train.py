@@ -4,7 +4,7 @@ import gc
 import os
 import socket
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -28,6 +28,7 @@ from agentrl.trainer.setup.prepare import prepare_run
 from agentrl.trainer.state.summary import Summary
 from agentrl.trainer.trainer import Trainer
 from agentrl.workers.distributed import World, start_world, stop_world
+from agentrl.workers.rank_status import RankStatus
 
 if TYPE_CHECKING:
     from agentrl.cluster.handles import ClusterHandles
@@ -78,14 +79,21 @@ def freeze_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-def train_from_file(file: RunFile, cluster: "ClusterHandles | None" = None) -> Summary:
+def train_from_file(
+    file: RunFile,
+    cluster: "ClusterHandles | None" = None,
+    *,
+    on_joined: Callable[[RankStatus], None] = lambda _: None,
+) -> Summary:
     """Prepare what is missing, train, and print the result.
 
     Args:
         file: The checked run file.
         cluster: The processes of a run on Ray that this rank may call.
+        on_joined: Called when the rank has joined the others, with what shows its stage.
     """
     with open_run(file) as run:
+        on_joined(run.world.status)
         components = prepare_components(
             run.config,
             run.world,
@@ -121,6 +129,7 @@ class TrainingRank:
 
     def __init__(self, file: RunFile) -> None:
         self._file = file
+        self._status: RankStatus | None = None
 
     def free_port(self) -> int:
         """Return a free port of this node, at which the ranks can meet."""
@@ -133,7 +142,9 @@ class TrainingRank:
         os.environ.update(place.environment)
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         try:
-            return train_on_rank(self._file, cluster, world_size=place.world_size)
+            return train_on_rank(
+                self._file, cluster, world_size=place.world_size, on_joined=self._watch
+            )
         except KeyboardInterrupt as stop:
             return RankEnd("interrupted", ": ".join(map(str, stop.args)), 130)
         except RankError as error:
@@ -146,15 +157,28 @@ class TrainingRank:
             traceback.print_exc()
             return RankEnd("failed", f"{type(error).__name__}: {error}", 1)
 
+    def load(self) -> dict[str, str]:
+        """Return what this rank does, for its heartbeats."""
+        return {} if self._status is None else {"stage": self._status.stage}
+
+    def _watch(self, status: RankStatus) -> None:
+        self._status = status
+
     def stop(self) -> None:
         """Stop as SIGTERM does: release tools, save the last completed step."""
         request_stop()
 
 
-def train_on_rank(file: RunFile, cluster: "ClusterHandles", *, world_size: int) -> RankEnd:
+def train_on_rank(
+    file: RunFile,
+    cluster: "ClusterHandles",
+    *,
+    world_size: int,
+    on_joined: Callable[[RankStatus], None],
+) -> RankEnd:
     """Train as one rank, after the checks that a command does before it starts."""
     checked = check_run(file.config, world_size=world_size, file=file.path, purpose=file.purpose)
-    summary = train_from_file(replace(file, plugins=checked.plugins), cluster)
+    summary = train_from_file(replace(file, plugins=checked.plugins), cluster, on_joined=on_joined)
     return RankEnd("done", str(summary.steps))
 
 

@@ -33,15 +33,15 @@ def train_on_cluster(file: RunFile) -> None:
     from agentrl.cluster.ranks import RankFailedError
 
     config = with_absolute_paths(file.config)
-    with open_cluster(config, say=_say) as run:
-        sent = replace(file, config=config).without_plugins()
-        try:
+    try:
+        with open_cluster(config, say=_say) as run:
+            sent = replace(file, config=config).without_plugins()
             servers = start_servers(run, config)
             workers = run.start_workers(WORKER, lambda index: (f"rollout worker {index}",))
             handles = ClusterHandles(workers=tuple(workers), servers=tuple(servers))
             run.train(RANK, (sent,), handles)
-        except RankFailedError as failure:
-            sys.exit(failure.exit_code)
+    except RankFailedError as failure:
+        sys.exit(failure.exit_code)
 
 
 def start_servers(run: "ClusterRun", config: RunConfig) -> "list[RemoteHost]":

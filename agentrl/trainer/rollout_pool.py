@@ -38,6 +38,7 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
 from agentrl.rollout.transfer import Schemas, dump, load, load_results
 from agentrl.tools.base import BaseTool
+from agentrl.trainer.metrics.pools import Traffic
 from agentrl.trainer.rollout_messages import (
     Call,
     Cancel,
@@ -155,6 +156,7 @@ class _Link:
         self.num_others = 0
         """Requests of other ranks that run there."""
         self.version: int | None = None
+        self.traffic = Traffic()
         self._settings = settings
         self._digest = digest
         self._outbox: list[Any] = []
@@ -231,9 +233,12 @@ class _Link:
         while self._outbox and session is not None and session == self.session:
             messages, self._outbox = self._outbox, []
             try:
-                await self.connection.send(session, dump(messages))
+                data = dump(messages)
+                await self.connection.send(session, data)
             except Exception as error:  # noqa: BLE001 - the messages did not arrive
                 await self._lose(session, error)
+            else:
+                self.traffic = self.traffic._replace(sent=self.traffic.sent + len(data))
 
     async def _receive(self) -> None:
         session = self.session
@@ -244,6 +249,8 @@ class _Link:
             except Exception as error:  # noqa: BLE001 - messages may be lost
                 await self._lose(session, error)
                 return
+            size = self.traffic.received + len(received.messages)
+            self.traffic = self.traffic._replace(received=size)
             for message in messages:
                 self._handle(message)
             self.num_others = max(0, received.num_running - len(self.jobs))
@@ -371,6 +378,12 @@ class RolloutPool:
     def use_version(self, version: int) -> None:
         """Send the version of new weights to each worker before its next request."""
         self._settings = replace(self._settings, version=version)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of all messages so far; what a lost worker did not get is not counted."""
+        every = [link.traffic for link in self._links]
+        return Traffic(sum(one.sent for one in every), sum(one.received for one in every))
 
     async def close(self) -> None:
         """Close all sessions; can be repeated."""

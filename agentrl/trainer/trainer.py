@@ -40,6 +40,7 @@ from agentrl.trainer.components import TrainerComponents, start_components
 from agentrl.trainer.engine_sync import EngineSync
 from agentrl.trainer.interruption import Interrupted, Interruption, NestableRunner
 from agentrl.trainer.metrics.aggregators import compute_values, merge_metrics
+from agentrl.trainer.metrics.pools import Traffic, pool_metrics, traffic_metrics
 from agentrl.trainer.metrics.rollout import reward_metrics
 from agentrl.trainer.metrics.step import Timer, compute_throughput, step_metrics
 from agentrl.trainer.sampling import StepSamples
@@ -113,6 +114,7 @@ class Trainer:
         self._checkpointer = Checkpointer(config, parts)
         self._runner = NestableRunner()
         self._is_closed = False
+        self._traffic = Traffic()
         self._failures: list[FailureSummary] = []
         self._success_rules: dict[str, str] = {}
         self._started = time.monotonic()
@@ -171,6 +173,7 @@ class Trainer:
         """Run one step, from prompts to new weights in the engine; return its metrics."""
         self.step += 1
         parts = self.components
+        self._traffic = self._count_traffic()
         with self._timer("step"):
             samples = parts.sampler.take(self.step, self.load_prompts, self.roll_out)
             self._runner.run(self.engine_sync.sleep())
@@ -372,12 +375,17 @@ class Trainer:
 
     def measure(self, samples: StepSamples, batch: DataProto) -> dict[str, float]:
         """Measure a training step over all ranks."""
+        seconds = self._timer.pop_metrics()
         mine = {
-            **step_metrics(samples.sampled, batch, self._timer.pop_metrics()),
+            **step_metrics(samples.sampled, batch, seconds),
             **reward_metrics(samples.sampled, self.config.reward),
             **samples.metrics,
             **self.engine_sync.metrics(),
         }
+        if self.components.cluster is not None:
+            mine |= pool_metrics(self.config, seconds)
+        if self.components.rollout_pool is not None:
+            mine |= traffic_metrics(self._count_traffic() - self._traffic)
         metrics = compute_values(merge_metrics(self.world.gather(mine)))
         self.summary.note_signal(metrics)
         return {
@@ -482,6 +490,10 @@ class Trainer:
         """Return whether an action of every so many steps, and of the last step, is due."""
         is_last = self.step == self.components.total_steps
         return is_last or (frequency > 0 and self.step % frequency == 0)
+
+    def _count_traffic(self) -> Traffic:
+        pool = self.components.rollout_pool
+        return Traffic() if pool is None else pool.traffic
 
     def _count_seconds(self) -> None:
         now = time.monotonic()

@@ -1,5 +1,6 @@
 """Runs on Ray, each on a cluster of its own on this machine: results, Ctrl-C, lost processes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from agentrl.commands.status import show_status
 from tests.fakes.runs import ROOT, read_lines, tiny_run, write_yaml
 from tests.fakes.torchrun import ranks_of
 
@@ -109,11 +111,18 @@ def await_none(folder: Path, timeout_s: float = 30) -> None:
         time.sleep(0.2)
 
 
+def status_of(folder: Path, *, code: int) -> dict[str, Any]:
+    """What `agentrl status` reports."""
+    texts: list[str] = []
+    assert show_status(folder, as_json=True, say=texts.append) == code
+    return json.loads(texts[0])
+
+
 @pytest.mark.slow
 def test_two_ranks_on_ray_end_with_the_weights_of_torchrun(
     tiny_home: Path, tmp_path: Path, ray_folder: Path
 ):
-    file = run_file(tiny_home, tmp_path)
+    file = run_file(tiny_home, tmp_path, rollout__num_workers=1)
     process = spawn(file, ray_folder)
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, out + err
@@ -128,10 +137,24 @@ def test_two_ranks_on_ray_end_with_the_weights_of_torchrun(
     for of_one, of_two in zip(one, two, strict=True):
         names = [name for name in of_one if not name.startswith(CLOCKS) and "seconds" not in name]
         assert {name: of_one[name] for name in names} == {name: of_two[name] for name in names}
+    for line in read_lines(tmp_path / "run/metrics.jsonl"):
+        shares = {name: line[name] for name in line if name.startswith("perf/pool/main/")}
+        busy = shares.pop("perf/pool/main/busy_frac")
+        assert 0.5 < busy <= 1
+        assert busy == pytest.approx(sum(shares.values()))
+        assert line["perf/rollout_workers/sent_bytes"] > 1000
+        assert line["perf/rollout_workers/received_bytes"] > 1000
     assert "2 steps in" in out
-    assert "pool main: 1 node x 2 CPU" in out
+    assert "pool main: 1 node x 3 CPU" in out
     assert "2 steps in" in (tmp_path / "run/logs/rank_0.log").read_text()
     assert (tmp_path / "run/logs/rank_1.log").exists()
+    shown = status_of(tmp_path / "run", code=0)
+    assert (shown["state"], shown["step"], shown["total_steps"]) == ("finished", 2, 2)
+    ranks = shown["cluster"]["processes"]
+    assert [(one["name"], one["pool"], one["state"]) for one in ranks] == [
+        ("rank_0", "main", "ended"), ("rank_1", "main", "ended"), ("rollout_0", "main", "ended"),
+    ]  # fmt: skip
+    assert shown["cluster"]["nodes"][0]["is_alive"]
     await_none(ray_folder)
 
 
@@ -185,6 +208,8 @@ def test_a_lost_rank_is_replaced_and_the_run_resumes(
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, out + err
     assert "restart 1 of 1 from the last checkpoint" in out
+    ranks = status_of(tmp_path / "run", code=0)["cluster"]["processes"]
+    assert [one["restarts"] for one in ranks] == [1, 1]
     assert "resumed from" in out
     assert [line["step"] for line in read_lines(tmp_path / "run/metrics.jsonl")] == [1, 2]
     await_none(ray_folder)
@@ -198,8 +223,13 @@ def test_a_killed_driver_leaves_no_process(tiny_home: Path, tmp_path: Path, ray_
     process = spawn(file, ray_folder)
     await_file(tmp_path / "reached", process)
     assert len(processes_of(ray_folder)) > 3
+    shown = status_of(tmp_path / "run", code=0)
+    assert (shown["state"], shown["pid"]) == ("running", process.pid)
+    assert shown["snapshot_age_s"] < 10
+    assert {one["state"] for one in shown["cluster"]["processes"]} == {"alive"}
     process.kill()
     process.communicate()
+    assert status_of(tmp_path / "run", code=3)["state"] == "dead"
     await_none(ray_folder, timeout_s=60)
 
 
@@ -225,4 +255,5 @@ def test_more_nodes_than_the_cluster_has_are_refused_at_once(
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2, out + err
     assert "pool main asks for 3 x (2 CPU), and 1 of 1 nodes has it" in err
+    assert "fewer resources" in status_of(tmp_path / "run", code=1)["detail"]
     await_none(ray_folder)

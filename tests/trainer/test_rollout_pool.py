@@ -93,6 +93,21 @@ async def test_workers_return_what_one_process_returns(num_workers: int):
     assert all(connection.num_sent_bytes for connection in connections)
 
 
+async def test_bytes_of_messages_are_counted_in_both_directions():
+    setup = WorkerSetup(tools=lambda: [FakeTool()], n=2)
+    connections = setup.connect(2)
+    pool = setup.make_pool(connections)
+    assert pool.traffic == (0, 0)
+    manager = setup.pool_manager(pool, talking())
+    await manager.rollout(requests_of(manager))
+    first = pool.traffic
+    assert first.sent == sum(connection.num_sent_bytes for connection in connections)
+    assert first.received > 0
+    await manager.rollout(requests_of(manager))
+    assert pool.traffic.sent > first.sent
+    await pool.close()
+
+
 async def test_the_requests_that_a_rank_made_are_the_ones_that_end():
     setup = WorkerSetup(tools=lambda: [FakeTool()], n=2)
     pool = setup.make_pool(setup.connect(2))

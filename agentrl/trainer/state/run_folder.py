@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import IO, Any, Self, cast
 
 import psutil
-import torch
 import yaml
 
 import agentrl
@@ -279,6 +278,8 @@ def _shown(leaves: Mapping[str, Any], key: str) -> str:
 
 
 def _describe(num_ranks: int) -> dict[str, Any]:
+    import torch  # here, because `agentrl status` reads the lock without it
+
     return {
         "started": datetime.now().isoformat(timespec="seconds"),
         "command": without_secrets([_redacted(argument) for argument in sys.argv]),
