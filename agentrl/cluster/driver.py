@@ -24,12 +24,14 @@ from ray.exceptions import RayActorError, RayError
 from agentrl.cluster.connection import connected, forwarded_variables, list_nodes
 from agentrl.cluster.handles import ClusterHandles, RemoteHost
 from agentrl.cluster.host import HostInfo, HostSpec
+from agentrl.cluster.inputs import Shipment
 from agentrl.cluster.logs import RunLogs
 from agentrl.cluster.monitor import Monitor, Snapshot
 from agentrl.cluster.placement import PlacedPool, place
 from agentrl.cluster.pools import check_pools, device_kind, make_pools
 from agentrl.cluster.ranks import RankEnd, RankFailedError, RankPlace
 from agentrl.cluster.run_status import STATUS_FILE, StatusWriter
+from agentrl.cluster.shipping import ship_inputs
 from agentrl.config.schema.cluster import Role
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import ClusterError
@@ -88,6 +90,7 @@ class ClusterRun:
     say: Callable[[str], None]
     environment: Mapping[str, str]
     directory: str | None
+    shipment: Shipment
     seen: dict[str, HostInfo] = field(default_factory=dict[str, HostInfo])
     """The last known process of each name."""
 
@@ -305,6 +308,8 @@ class ClusterRun:
             arguments=arguments,
             environment=self.environment,
             directory=self.directory,
+            shipment=self.shipment,
+            fetch_timeout_s=self.config.cluster.call_timeout_s,
             log_folder=str(self.logs.folder),
             run_id=self.run_id,
             heartbeat_s=self.config.cluster.heartbeat_s,
@@ -396,9 +401,11 @@ def open_cluster(config: RunConfig, *, say: Callable[[str], None]) -> Iterator[C
             logs.start(echo="rank_0")
             directory = None if config.cluster.runtime_env.working_dir else str(Path.cwd())
             try:
+                config, shipment = ship_inputs(config, placed.values(), say)
                 yield ClusterRun(
-                    config, run_id, placed, monitor, logs, stop, say, environment, directory
-                )
+                    config, run_id, placed, monitor, logs, stop, say, environment, directory,
+                    shipment,
+                )  # fmt: skip
             finally:
                 for one in placed.values():
                     with suppress(Exception):

@@ -24,6 +24,7 @@ import psutil
 import ray
 
 from agentrl.cluster import reaper
+from agentrl.cluster.inputs import Shipment
 from agentrl.config.schema.cluster import Role
 
 MAX_CALLS = 20_000
@@ -51,6 +52,10 @@ class HostSpec:
     """Environment variables; they are set before the class is imported."""
     directory: str | None = None
     """The working directory, if the node has it."""
+    shipment: Shipment = field(default_factory=Shipment)
+    """Inputs that the node needs before the object is made."""
+    fetch_timeout_s: float = 120.0
+    """Seconds that the driver's machine may take for a piece of an input."""
     log_folder: str = ""
     run_id: str = ""
     heartbeat_s: float = 2.0
@@ -121,6 +126,7 @@ class Host:
             )
             shipping.start()
         try:
+            spec.shipment.fetch(timeout_s=spec.fetch_timeout_s)
             self._object = load_class(spec.factory)(*spec.arguments, **spec.keywords)
         except BaseException:
             logging.getLogger(__name__).exception("%s cannot start", spec.name)

@@ -35,6 +35,7 @@ def train_on_cluster(file: RunFile) -> None:
     config = with_absolute_paths(file.config)
     try:
         with open_cluster(config, say=_say) as run:
+            config = run.config  # with the paths that inputs have on the nodes
             sent = replace(file, config=config).without_plugins()
             servers = start_servers(run, config)
             workers = run.start_workers(WORKER, lambda index: (f"rollout worker {index}",))

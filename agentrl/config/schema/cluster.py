@@ -42,8 +42,8 @@ class RuntimeEnvConfig(Section):
     working_dir: UserPath | None = None
     """A folder that is copied to every node and is the working directory there, for relative paths
     and for modules of users. null: nodes use the driver's working directory if they have it. Ray
-    refuses folders of more than 500 MiB. Models and data files are not copied otherwise: their
-    paths must exist on every node that reads them."""
+    refuses folders of more than 500 MiB. Models and data files that a node lacks are copied to
+    `cluster.cache_dir`, and need not be in it."""
     excludes: list[str] = Field(default_factory=list[str])
     """Patterns of files in `working_dir` that are not copied, as in a `.gitignore`."""
     py_modules: list[UserPath] = Field(default_factory=list[UserPath])
@@ -63,6 +63,10 @@ class ClusterConfig(Section):
     """The placement of the roles. Empty: one pool of `trainer.nnodes` nodes with
     `trainer.n_gpus_per_node` devices, for all roles."""
     runtime_env: RuntimeEnvConfig = RuntimeEnvConfig()
+    cache_dir: UserPath | None = None
+    """Folder of each node for copies of models, data files and single plug-in files that only the
+    driver's machine has. Each copy has a folder named by the digest of its content, and stays.
+    null: `~/.cache/agentrl/inputs`."""
     placement_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that a run waits for resources which the cluster has and other runs use. Resources
     that the cluster does not have are an error at once."""
