@@ -153,6 +153,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ranks_read_copies_of_what_only_the_driver_has(tiny_home: Path, tmp_path: Path):
     mine, cache = tmp_path / "mine", tmp_path / "cache"
     shutil.copytree(tiny_home, mine)
