@@ -17,7 +17,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from agentrl.agent_loops.gateway.anthropic_messages import AnthropicMessages
-from agentrl.agent_loops.gateway.calls import CallError, ChatReply
+from agentrl.agent_loops.gateway.calls import CallError, ChatCall, ChatReply
 from agentrl.agent_loops.gateway.dialect import Dialect, Event
 from agentrl.agent_loops.gateway.openai_chat import OpenAIChat
 from agentrl.agent_loops.gateway.openai_responses import OpenAIResponses
@@ -169,6 +169,7 @@ class Gateway:
         )
         for path, dialect in DIALECTS.items():
             app.router.add_post(path, self._completion_handler(dialect))
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         app.router.add_routes(self._routes)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{name}", self._show_model)
@@ -219,10 +220,7 @@ class Gateway:
             try:
                 session = self._find_session(request)
                 body = await self._read(request)
-                if len(body) > _LARGE_BODY_BYTES:
-                    call = await asyncio.to_thread(dialect.read, body)
-                else:
-                    call = dialect.read(body)
+                call = await _read_call(dialect, body)
                 pending = session.start(call, body, request.headers)
                 with pending.serving():
                     if pending.call.stream:
@@ -308,6 +306,17 @@ class Gateway:
                 code="body_timeout",
             ) from None
 
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        dialect = DIALECTS["/v1/messages"]
+        try:
+            session = self._find_session(request)
+            call = await _read_call(dialect, await self._read(request))
+            return web.json_response({"input_tokens": await session.count_input_tokens(call)})
+        except web.HTTPException:
+            raise
+        except Exception as error:  # noqa: BLE001 - an error costs the call, not the server
+            return _respond_error(dialect, _as_call_error(error))
+
     async def _list_models(self, request: web.Request) -> web.Response:
         try:
             self._find_session(request)
@@ -347,9 +356,15 @@ class Gateway:
         return web.json_response({"status": "ok", "sessions": len(self._sessions)})
 
 
+async def _read_call(dialect: Dialect, body: bytes) -> ChatCall:
+    if len(body) > _LARGE_BODY_BYTES:
+        return await asyncio.to_thread(dialect.read, body)
+    return dialect.read(body)
+
+
 def _dialect_of(request: web.Request) -> Dialect:
     """Return the dialect of a client on a route that all dialects share."""
-    is_anthropic = "anthropic-version" in request.headers
+    is_anthropic = "anthropic-version" in request.headers or request.path.startswith("/v1/messages")
     return DIALECTS["/v1/messages" if is_anthropic else "/v1/chat/completions"]
 
 

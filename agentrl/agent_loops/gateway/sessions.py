@@ -162,6 +162,14 @@ class GatewaySession:
         same.append(pending)
         return pending
 
+    async def count_input_tokens(self, call: ChatCall) -> int:
+        """Return the number of tokens of a call's history as a prompt; it is no call.
+
+        Raises:
+            CallError: If the template cannot render the messages.
+        """
+        return await self._trajectory.count_input_tokens(call)
+
     def _refuse_flood(self) -> None:
         limit = self._settings.max_concurrent_calls
         if len(self._running) >= limit:

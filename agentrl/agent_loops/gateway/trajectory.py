@@ -25,7 +25,7 @@ from agentrl.engines.protocol import Completion, CompletionSource, FinishReason
 from agentrl.errors import EngineError, TemplateError
 from agentrl.messages import CallOutcome, Message, OpenAIFunctionToolSchema
 from agentrl.rollout.context import RolloutContext
-from agentrl.rollout.records import BranchCause, Turn
+from agentrl.rollout.records import BranchCause, TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import draw_seed
 from agentrl.rollout.states import RequestState, StopReason
@@ -82,6 +82,8 @@ class TokenSequence:
     engine_id: str
     cause: BranchCause | None = None
     parent: "TokenSequence | None" = None
+    copied: Point | None = None
+    """The completion up to which the prompt copies another sequence; None: it copies none."""
     points: list[Point] = field(default_factory=list[Point])
     is_busy: bool = False
     """Whether a call is sampling its next completion."""
@@ -178,6 +180,15 @@ class Trajectory:
         self.error = None
         return reply, point
 
+    async def count_input_tokens(self, call: ChatCall) -> int:
+        """Return the number of tokens of a call's history as a prompt. Nothing is recorded.
+
+        Raises:
+            CallError: If the template cannot render the messages.
+        """
+        shown = [self._show_in_prompt(message) for message in self._whole_history(call)]
+        return len(await self._encode_prompt(shown, call.tools))
+
     # Where a call samples
 
     def _refuse_if_spent(self) -> None:
@@ -259,6 +270,7 @@ class Trajectory:
         is_branch = not point.is_free
         if is_branch:
             sequence = self._begin_sequence("branch", sequence, known)
+            sequence.copied = point
         return _Plan(
             sequence=sequence,
             shown=shown,
@@ -370,7 +382,7 @@ class Trajectory:
         template, record = self._context.template, plan.sequence.record
         if plan.delta is None:
             if not record.prompt_ids:
-                record.begin(await self._encode_prompt(plan, record.tool_schemas))
+                record.begin(await self._encode_prompt(plan.shown, record.tool_schemas))
                 record.messages = plan.shown
             return []
         assert plan.point is not None
@@ -388,12 +400,12 @@ class Trajectory:
         return []
 
     async def _encode_prompt(
-        self, plan: _Plan, tools: Sequence[OpenAIFunctionToolSchema]
+        self, shown: Sequence[Message], tools: Sequence[OpenAIFunctionToolSchema]
     ) -> list[int]:
         template = self._context.template
         try:
             # An assistant's message in a prompt was written by the client, or is a copy of one.
-            planned = template.plan_prompt(plan.shown, tools, assistant=TextOrigin.OUTSIDE)
+            planned = template.plan_prompt(shown, tools, assistant=TextOrigin.OUTSIDE)
         except TemplateError as error:
             raise CallError(
                 f"the chat template cannot render these messages: {error}",
@@ -593,11 +605,35 @@ class Trajectory:
         kept = [one for one in self._sequences if one.points]
         if kept:
             root = max(kept, key=lambda one: (one.points[-1].is_delivered, one.points[-1].order))
+            for sequence in kept:
+                self._check_tokens(sequence)
             self._add_branches(root, sorted(kept, key=lambda one: one.points[-1].order))
             copy_sequence(root.record, self._request)
+            self._request.differences = root.record.differences
+            self._request.is_checked = root.record.is_checked
         self.counts["sequences"] = len(kept)
         for name, number in sorted((+self.counts).items()):
             self._request.metrics[f"gateway/{name}"] = float(number)
+
+    def _check_tokens(self, sequence: TokenSequence) -> None:
+        """Compare a sequence with the rendering of its conversation, as `check_tokens` of the run.
+
+        A prompt in which the client wrote words of the assistant is not compared: they are encoded
+        as text, and a template would write what they hold.
+        """
+        if self._context.settings.tokenization_sanity_check_mode == "disable":
+            return
+        record, compared = sequence.record, _with_copied_turns(sequence)
+        num_sampled = sum(turn.role == "assistant" for turn in compared.turns)
+        if sum(message.role == "assistant" for message in record.messages) > num_sampled:
+            return
+        try:
+            self._context.check_tokens(compared, list)
+        except Exception as error:  # noqa: BLE001 - a broken check must not fail the request
+            what = f"{type(error).__name__}: {error}"
+            broken = TokenDifference(turn=-1, kind="check_failed", expected="", actual=what)
+            compared.differences.append(broken)
+        record.differences, record.is_checked = compared.differences, compared.is_checked
 
     def _exclude_unused(self) -> None:
         """Exclude completions that had no effect on the agent from the loss."""
@@ -655,8 +691,15 @@ def copy_sequence(source: AsyncRolloutRequest, target: AsyncRolloutRequest) -> N
     """Append the tokens and turns of a sequence to a running request without tokens."""
     target.messages, target.tool_schemas = source.messages, source.tool_schemas
     target.begin(source.prompt_ids)
+    _copy_turns(source, target, source.turns)
+
+
+def _copy_turns(
+    source: AsyncRolloutRequest, target: AsyncRolloutRequest, turns: Sequence[Turn]
+) -> None:
+    """Append turns of a sequence, with their tokens, to another."""
     ids, log_probs = source.response_ids, source.rollout_log_probs
-    for turn in source.turns:
+    for turn in turns:
         own = slice(turn.start, turn.end)
         if turn.role == "assistant":
             copied = target.append_sampled(
@@ -672,6 +715,31 @@ def copy_sequence(source: AsyncRolloutRequest, target: AsyncRolloutRequest) -> N
         copied.calls, copied.cut, copied.num_cut_tokens = turn.calls, turn.cut, turn.num_cut_tokens
         if turn.excluded is not None:
             target.exclude_turn(copied.index, turn.excluded)
+
+
+def _with_copied_turns(sequence: TokenSequence) -> AsyncRolloutRequest:
+    """Return the record of a sequence, with the turns whose tokens are in its prompt."""
+    record, copied = sequence.record, sequence.copied
+    if copied is None:
+        return record
+    before = _with_copied_turns(copied.sequence)
+    num_later = len(copied.sequence.record.turns) - copied.turn.index - 1
+    kept = before.turns[: len(before.turns) - num_later]
+    whole = AsyncRolloutRequest(
+        request_id=record.request_id,
+        messages=record.messages,
+        tool_schemas=record.tool_schemas,
+        data_source=record.data_source,
+        sampling=record.sampling,
+        budgets=record.budgets,
+    )
+    whole.take_edge(RequestState.RUNNING)
+    whole.begin(before.prompt_ids)
+    _copy_turns(before, whole, kept)
+    if observed := record.prompt_ids[len(copied.input_ids) :]:
+        whole.append_observed(observed, role="user")
+    _copy_turns(record, whole, record.turns)
+    return whole
 
 
 def _first_below(node: Node[Point]) -> Point | None:

@@ -126,3 +126,15 @@ async def test_options_without_effect_are_reported() -> None:
             **ASKED, extra_body={"temperature": 0.2}, tool_choice=choice
         )
         assert raw.headers["x-agentrl-ignored"] == "temperature, parallel_tool_calls"
+
+
+async def test_tokens_are_counted_without_a_call() -> None:
+    async with serve(["Hello."]) as served, client(served) as api:
+        given: dict[str, Any] = {k: v for k, v in ASKED.items() if k != "max_tokens"}
+        counted = await api.messages.count_tokens(**given)
+        assert served.engine.calls == []
+        reply = await api.messages.create(**ASKED)
+        assert counted.input_tokens == reply.usage.input_tokens == len(served.engine.calls[0])
+        with pytest.raises(anthropic.BadRequestError, match="messages"):
+            await api.messages.count_tokens(model="m", messages=[])
+    assert served.request.metrics["gateway/completions"] == 1

@@ -1,14 +1,17 @@
 """Clients that repeat, disconnect, flood or send garbage lose their own call or request only."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from aiohttp import ClientSession, ClientTimeout
 
 from agentrl.agent_loops.gateway import Gateway, GatewaySettings
 from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
+from agentrl.errors import EngineError
 from agentrl.rollout.states import RequestState, StopReason
 from tests.agent_loops.gateway.test_openai_chat import QUESTION, client
 from tests.fakes.gateway import Served, serve
@@ -168,3 +171,109 @@ async def test_unknown_routes_are_named() -> None:
         response = await http.post(f"{served.session.base_url}/embeddings")
         assert response.status == 404
         assert "/v1/chat/completions" in (await response.json())["error"]["message"]
+
+
+async def stream_chat(served: Served) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=served.session.base_url, api_key=served.session.key, max_retries=0
+    ) as api:
+        async for _ in await api.chat.completions.create(**BODY, stream=True):
+            pass
+
+
+async def stream_response(served: Served) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=served.session.base_url, api_key=served.session.key, max_retries=0
+    ) as api:
+        async for event in await api.responses.create(model="m", input="Hi", stream=True):
+            if event.type == "error":
+                raise openai.OpenAIError(event.message)
+
+
+async def stream_messages(served: Served) -> None:
+    async with (
+        anthropic.AsyncAnthropic(
+            base_url=served.session.anthropic_base_url, api_key=served.session.key, max_retries=0
+        ) as api,
+        api.messages.stream(model="m", max_tokens=90, messages=QUESTION) as stream,
+    ):
+        await stream.get_final_message()
+
+
+@pytest.mark.parametrize("ask", [stream_chat, stream_response, stream_messages])
+async def test_an_error_behind_the_first_bytes_of_a_stream_reaches_the_client(
+    ask: Callable[[Served], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample, is_broken = ScriptedEngine.generate, True
+
+    async def fail_late(*args: Any, **options: Any) -> Any:
+        await asyncio.sleep(0.2)
+        if is_broken:
+            raise EngineError("the server is gone")
+        return await sample(*args, **options)
+
+    monkeypatch.setattr(ScriptedEngine, "generate", fail_late)
+    async with serve(["Hello."], settings=GatewaySettings(ping_interval_s=0.05)) as served:
+        async with asyncio.timeout(10):
+            with pytest.raises((openai.OpenAIError, anthropic.AnthropicError), match="is gone"):
+                await ask(served)
+            assert served.session.error is not None
+            is_broken = False
+            await ask(served)
+    assert served.session.error is None
+    assert decode(served.request.response_ids) == "Hello.<|im_end|>"
+    assert served.request.branches == []
+    assert all(served.request.loss_mask)
+
+
+async def test_a_client_that_leaves_in_a_stream_and_asks_again_gets_the_same_completion() -> None:
+    body = BODY | {"stream": True}
+    slow = ScriptedAnswer("Hello.", delay_s=0.3)
+    limits = GatewaySettings(ping_interval_s=0.05)
+    async with serve([slow, "Second."], settings=limits) as served:
+        headers = {"Authorization": f"Bearer {served.session.key}"}
+        url = f"{served.session.base_url}/chat/completions"
+        async with ClientSession() as http:
+            async with http.post(url, headers=headers, json=body) as response:
+                assert (await response.content.readany()).startswith(b": waiting")
+            async with http.post(url, headers=headers, json=body) as response:
+                assert "Hello." in (await response.read()).decode()
+    assert len(served.engine.calls) == 1
+    assert served.request.metrics["gateway/repeated_calls"] == 1
+    assert decode(served.request.response_ids) == "Hello.<|im_end|>"
+    assert all(served.request.loss_mask)
+
+
+async def test_processes_that_fork_a_history_train_each_completion_once() -> None:
+    """Eight clients with one key share the first turns, and go on with words of their own."""
+    num_clients, num_calls = 8, 3
+
+    async def go_on(served: Served, history: list[Any], name: str) -> None:
+        async with client(served) as api:
+            for number in range(num_calls):
+                history = [*history, {"role": "user", "content": f"{name}, {number}?"}]
+                reply = await api.chat.completions.create(model="m", messages=history)
+                history.append({"role": "assistant", "content": reply.choices[0].message.content})
+
+    answers = [f"Answer {n}." for n in range(1 + num_clients * num_calls)]
+    waiting = iter(answers)
+    async with serve(lambda *_: next(waiting)) as served:
+        async with client(served) as api:
+            first = await api.chat.completions.create(**BODY)
+        shared = [*QUESTION, {"role": "assistant", "content": first.choices[0].message.content}]
+        names = [f"Client {n}" for n in range(num_clients)]
+        await asyncio.gather(*(go_on(served, shared, name) for name in names))
+    sequences = served.request.sequences
+    assert len(sequences) == num_clients, "they differ from the second message on, once each"
+    assert served.request.metrics["gateway/sequences_branch"] == num_clients - 1
+    assert "gateway/sequences_rewrite" not in served.request.metrics
+    said: list[str] = []
+    for one in sequences:
+        assert one.differences == []
+        text = decode(one.prompt_ids + one.response_ids)
+        assert sum(name in text for name in names) == 1
+        for turn in one.turns:
+            if turn.role == "assistant":
+                assert all(one.loss_mask[turn.start : turn.end])
+                said.append(decode(one.response_ids[turn.start : turn.end]))
+    assert sorted(said) == sorted(f"{answer}<|im_end|>" for answer in answers)

@@ -59,7 +59,12 @@ class Played:
         self.engine: ScriptedEngine = make_scripted(next_answer)
         self.request: AsyncRolloutRequest = make_request(**fields)
         self.request.take_edge(RequestState.RUNNING)
-        context = make_context(self.engine, max_tool_response_length=200)
+        # The template strips texts, which is a difference of white space.
+        context = make_context(
+            self.engine,
+            max_tool_response_length=200,
+            tokenization_sanity_check_mode="ignore_strippable",
+        )
         self.trajectory = Trajectory(self.request, context, self.engine)
 
     async def ask(
@@ -76,6 +81,8 @@ class Played:
         return self.request
 
     def check(self) -> None:
+        for one in self.request.sequences:
+            assert not one.differences, one.differences
         """No sampled token is lost, trained twice, or sampled after other tokens than recorded."""
         asked = Counter(tuple(ids) for ids in self.engine.calls)
         kept: Counter[tuple[int, ...]] = Counter()
@@ -391,3 +398,18 @@ async def test_of_two_equal_samples_each_is_trained_if_both_are_continued() -> N
         await played.ask([user("q"), reply, user("check")])
     turns = [turn for one in played.finish().sequences for turn in one.turns]
     assert [turn.excluded for turn in turns if turn.role == "assistant"] == [None] * 4
+
+
+@pytest.mark.parametrize("in_branch", [False, True])
+async def test_tokens_that_are_not_those_of_the_conversation_are_reported(in_branch: bool) -> None:
+    played = Played(lambda n: f"Answer {n}.")
+    history = [SYSTEM, user("Hi")]
+    history.append(await played.ask(history))
+    await played.ask([*history, user("Left")])
+    await played.ask([*history, user("Right")])
+    sequence = played.trajectory._sequences[in_branch]
+    sequence.record.messages[3] = sequence.record.messages[3].model_copy(update={"content": "Up"})
+    request = played.finish()
+    found = {one.branch_cause: [d.kind for d in one.differences] for one in request.sequences}
+    assert found[None if in_branch else "branch"] == ["observed_tokens"]
+    assert sum(map(len, found.values())) == 1
