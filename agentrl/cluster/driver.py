@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,24 +22,27 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from agentrl.cluster.connection import connected, forwarded_variables, list_nodes
-from agentrl.cluster.handles import ClusterHandles, RemoteHost
+from agentrl.cluster.handles import ClusterHandles, PluginHost, RemoteHost
 from agentrl.cluster.host import HostInfo, HostSpec
 from agentrl.cluster.inputs import Shipment
 from agentrl.cluster.logs import RunLogs
 from agentrl.cluster.monitor import Monitor, Snapshot
 from agentrl.cluster.placement import PlacedPool, place
-from agentrl.cluster.pools import check_pools, device_kind, make_pools
+from agentrl.cluster.pools import check_pools, device_kind, make_plugin_pools, make_pools
 from agentrl.cluster.ranks import RankEnd, RankFailedError, RankPlace
 from agentrl.cluster.run_status import STATUS_FILE, StatusWriter
 from agentrl.cluster.shipping import ship_inputs
-from agentrl.config.schema.cluster import Role
+from agentrl.config.schema.cluster import HostRole
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import ClusterError
+from agentrl.plugins.remote import PlacedPlugin
 
 MONITOR = "agentrl:"
 """Start of the name of a run's monitor; the run's id follows."""
 GRACE_S = 20.0
 """Seconds that the other ranks have to end after one was lost, so that the cause is found."""
+PLUGIN_CLOSE_S = 15.0
+"""Seconds that tools and scorers in processes of their own have to shut down."""
 _POLL_S = 0.5
 
 
@@ -143,6 +146,37 @@ class ClusterRun:
                     hosts.append(host)
         return hosts
 
+    def start_plugins(self, plugins: Sequence[PlacedPlugin]) -> list[PluginHost]:
+        """Start the tools and scorers that ask for resources, and wait until they are ready.
+
+        Args:
+            plugins: Those that the pools were reserved for.
+
+        Raises:
+            ClusterError: naming the one that did not start, with the last lines of its log.
+        """
+        hosts: list[PluginHost] = []
+        for index, plugin in enumerate(plugins):
+            placed = self.pools[plugin.key]
+            spec = self._spec("plugin", index, placed, plugin.factory, plugin.arguments)
+            host = placed.start(
+                spec,
+                self.monitor,
+                node=0,
+                num_devices=placed.pool.bundle.get("GPU", 0),
+                num_cpus=placed.pool.bundle.get("CPU", 0),
+                max_restarts=-1,
+            )
+            hosts.append(PluginHost(plugin.key, host))
+        self.await_started([one.host for one in hosts])
+        return hosts
+
+    def close_plugins(self, plugins: Sequence[PluginHost]) -> None:
+        """Shut tools and scorers down, at the end of a run; at most `PLUGIN_CLOSE_S` seconds."""
+        ends = [one.host.actor.close.remote() for one in plugins]
+        if ends:
+            ray.wait(ends, num_returns=len(ends), timeout=PLUGIN_CLOSE_S)
+
     def await_started(self, hosts: Sequence[RemoteHost]) -> list[HostInfo]:
         """Wait until processes have made their objects.
 
@@ -229,7 +263,7 @@ class ClusterRun:
         call_timeout_s = self.config.cluster.call_timeout_s
         port = hosts[0].call_and_wait("free_port", timeout_s=call_timeout_s)
         address = self.seen[hosts[0].name].address
-        handles = ClusterHandles(handles.workers, handles.servers, tuple(hosts), call_timeout_s)
+        handles = replace(handles, ranks=tuple(hosts), call_timeout_s=call_timeout_s)
         running: dict[Any, int] = {}
         for rank, host in enumerate(hosts):
             place = RankPlace(
@@ -293,13 +327,20 @@ class ClusterRun:
     def _snapshot(self) -> Snapshot | None:
         return _snapshot_of(self.monitor)
 
-    def _with_role(self, role: Role) -> Iterator[PlacedPool]:
+    def _with_role(self, role: HostRole) -> Iterator[PlacedPool]:
         return (placed for placed in self.pools.values() if role in placed.pool.roles)
 
     def _spec(
-        self, role: Role, index: int, placed: PlacedPool, factory: str, arguments: tuple[Any, ...]
+        self,
+        role: HostRole,
+        index: int,
+        placed: PlacedPool,
+        factory: str,
+        arguments: tuple[Any, ...],
     ) -> HostSpec:
-        prefix = {"train": "rank", "rollout": "rollout", "engine": "server"}[role]
+        prefix = {"train": "rank", "rollout": "rollout", "engine": "server", "plugin": "plugin"}[
+            role
+        ]
         return HostSpec(
             name=f"{prefix}_{index}",
             role=role,
@@ -345,12 +386,15 @@ class ClusterRun:
 
 
 @contextmanager
-def open_cluster(config: RunConfig, *, say: Callable[[str], None]) -> Iterator[ClusterRun]:
+def open_cluster(
+    config: RunConfig, *, say: Callable[[str], None], plugins: Sequence[PlacedPlugin] = ()
+) -> Iterator[ClusterRun]:
     """Connect to the cluster and reserve the pools of a run; everything ends with the block.
 
     Args:
         config: The run's configuration.
         say: Prints a line for the user.
+        plugins: Tools and scorers that ask for resources; each gets a pool of its own.
 
     Raises:
         ClusterError: if there is no cluster, or it has too little for the run.
@@ -367,7 +411,7 @@ def open_cluster(config: RunConfig, *, say: Callable[[str], None]) -> Iterator[C
         stop.listening(),  # again: ray.init replaces the handler of SIGTERM
     ):
         say(cluster)
-        pools = make_pools(config, device_kind(config, list_nodes()))
+        pools = make_pools(config, device_kind(config, list_nodes())) + make_plugin_pools(plugins)
         actor_class: Any = ray.remote(Monitor)
         options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 1}
         monitor = actor_class.options(name=MONITOR + run_id, **options).remote()

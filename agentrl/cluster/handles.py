@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from agentrl.cluster.host import HostInfo
-from agentrl.config.schema.cluster import Role
+from agentrl.config.schema.cluster import HostRole, Role
 from agentrl.errors import ClusterError
 
 
@@ -18,7 +18,7 @@ class RemoteHost:
     """A process of the run. It can be sent to other processes, and stays valid after a restart."""
 
     name: str
-    role: Role
+    role: HostRole
     pool: str
     actor: Any
     """Ray's handle of the `Host`."""
@@ -78,6 +78,15 @@ class RemoteHost:
 
 
 @dataclass(frozen=True, slots=True)
+class PluginHost:
+    """A tool or scorer that asks for resources, in its process."""
+
+    key: str
+    """`PlacedPlugin.key`."""
+    host: RemoteHost
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterHandles:
     """The processes that a training rank may call."""
 
@@ -87,6 +96,8 @@ class ClusterHandles:
     """SGLang servers; empty: the engine is embedded, or its addresses are in the run file."""
     ranks: tuple[RemoteHost, ...] = ()
     """All training ranks, in their order, for calls of workers to the embedded engine."""
+    plugins: tuple[PluginHost, ...] = ()
+    """Tools and scorers that ask for resources."""
     call_timeout_s: float = 120.0
     """`cluster.call_timeout_s`."""
 

@@ -25,7 +25,7 @@ import ray
 
 from agentrl.cluster import reaper
 from agentrl.cluster.inputs import Shipment
-from agentrl.config.schema.cluster import Role
+from agentrl.config.schema.cluster import HostRole
 
 MAX_CALLS = 20_000
 """Most calls of one host at the same time."""
@@ -42,7 +42,7 @@ class HostSpec:
 
     name: str
     """Such as `rank_0`: the name of its log, and of the process in reports."""
-    role: Role
+    role: HostRole
     pool: str
     factory: str
     """The class of the object, `module:name`. It is imported in the process."""
@@ -66,7 +66,7 @@ class HostInfo:
     """Where a host runs."""
 
     name: str
-    role: Role
+    role: HostRole
     pool: str
     node_id: str
     address: str

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from agentrl.cluster.connection import list_nodes
 from agentrl.cluster.handles import RemoteHost
 from agentrl.cluster.host import MAX_CALLS, Host, HostSpec
-from agentrl.cluster.pools import Pool, check_pools, describe_nodes
+from agentrl.cluster.pools import Pool, check_pools, describe_nodes, scarcity
 from agentrl.errors import ClusterError
 
 _POLL_S = 0.5
@@ -82,7 +82,7 @@ def place(pools: Sequence[Pool], *, timeout_s: float, say: Any) -> dict[str, Pla
     end = time.monotonic() + timeout_s
     groups: dict[str, PlacedPool] = {}
     try:
-        for pool in pools:
+        for pool in sorted(pools, key=scarcity):
             strategy = "STRICT_SPREAD" if pool.nodes > 1 else "STRICT_PACK"
             bundles = [dict(pool.bundle)] * pool.nodes
             groups[pool.name] = PlacedPool(pool, placement_group(bundles, strategy=strategy))

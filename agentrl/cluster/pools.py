@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from agentrl.config.schema.cluster import PoolConfig, Role
+from agentrl.config.schema.cluster import HostRole, PoolConfig
+from agentrl.config.schema.resources import make_bundle
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import ClusterError
+from agentrl.plugins.remote import PlacedPlugin
 
 DeviceKind = Literal["GPU", "CPU"]
 Resources = Mapping[str, float]
@@ -23,7 +25,7 @@ class Pool:
     name: str
     nodes: int
     devices_per_node: int
-    roles: tuple[Role, ...]
+    roles: tuple[HostRole, ...]
     device_kind: DeviceKind
     """Ray's name of the resource that is a device of this run."""
     workers: tuple[int, ...]
@@ -95,6 +97,26 @@ def make_pools(config: RunConfig, kind: DeviceKind) -> list[Pool]:
     return pools
 
 
+def make_plugin_pools(plugins: Sequence[PlacedPlugin]) -> list[Pool]:
+    """Make a pool of one process for each tool or scorer that asks for resources.
+
+    Args:
+        plugins: The plug-ins; their keys are the names of the pools.
+    """
+    return [
+        Pool(
+            name=plugin.key,
+            nodes=1,
+            devices_per_node=0,
+            roles=("plugin",),
+            device_kind="GPU",
+            workers=(0,),
+            bundle=make_bundle(plugin.resources),
+        )
+        for plugin in plugins
+    ]
+
+
 def _bundle(pool: PoolConfig, kind: DeviceKind, *, most_workers: int) -> dict[str, float]:
     """Return what is reserved on each node of a pool."""
     gpus = pool.devices_per_node if kind == "GPU" else 0
@@ -125,7 +147,7 @@ def check_pools(pools: Sequence[Pool], nodes: Sequence[NodeResources]) -> bool:
             shortfall="; ".join(missing),
             cluster=describe_nodes(nodes),
             key="cluster.pools" if len(pools) > 1 else "trainer.nnodes, trainer.n_gpus_per_node",
-            expected="a larger cluster, or fewer nodes, devices or workers",
+            expected="a larger cluster, or fewer nodes, devices, workers or `resources`",
         )
     return not find_shortfall(pools, [(node, dict(node.available)) for node in nodes])
 
@@ -136,22 +158,24 @@ def find_shortfall(
     """Assign each bundle to a node, and describe the pools that do not fit.
 
     Pools share nodes if these have enough for all; the nodes of one pool differ. The largest
-    bundles are assigned first, each to the node that has the least left after it.
+    bundles are assigned first, each to the node that has the least left after it; those with custom
+    resources, which few nodes have, before all others.
 
     Args:
         pools: The pools of the run.
         nodes: The nodes, with what is free on each; assigned resources are subtracted.
     """
     missing: list[str] = []
-    for pool in sorted(pools, key=lambda pool: -_size(pool.bundle)):
+    for pool in sorted(pools, key=scarcity):
         fitting = [(node, free) for node, free in nodes if _fits(pool.bundle, free)]
         fitting.sort(key=lambda pair: _size(pair[1]))
         for _, free in fitting[: pool.nodes]:
             for name, amount in pool.bundle.items():
                 free[name] -= amount
         if len(fitting) < pool.nodes:
+            label = pool.name if pool.roles == ("plugin",) else f"pool {pool.name}"
             missing.append(
-                f"pool {pool.name} asks for {pool.nodes} x ({_shown(pool.bundle)}), and "
+                f"{label} asks for {pool.nodes} x ({_shown(pool.bundle)}), and "
                 f"{len(fitting)} of {len(nodes)} nodes {'has' if len(fitting) == 1 else 'have'} it"
             )
     return missing
@@ -183,6 +207,11 @@ def _fits(bundle: Resources, free: Resources) -> bool:
 def _size(resources: Resources) -> float:
     """Order resources: GPUs count most, because nodes without them cannot replace one."""
     return 1e6 * resources.get("GPU", 0.0) + resources.get("CPU", 0.0)
+
+
+def scarcity(pool: Pool) -> tuple[bool, float]:
+    """Order pools for placement: custom resources first, then the largest bundles."""
+    return not pool.bundle.keys() - {"CPU", "GPU"}, -_size(pool.bundle)
 
 
 def _shown(resources: Resources) -> str:

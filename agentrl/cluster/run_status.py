@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.atomic_io import atomic_file
 from agentrl.cluster.pools import NodeResources, Pool, countable
-from agentrl.config.schema.cluster import Role
+from agentrl.config.schema.cluster import HostRole
 from agentrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class PoolStatus(_Record):
 
     name: str
     nodes: int
-    roles: tuple[Role, ...]
+    roles: tuple[HostRole, ...]
     resources: dict[str, float]
     """Reserved on each node."""
 
@@ -55,7 +55,7 @@ class ProcessStatus(_Record):
 
     name: str
     """Such as `rank_0`, `server_1`, `rollout_3`; its log is `NAME.log`."""
-    role: Role
+    role: HostRole
     pool: str
     node: str
     """Address of its node."""
@@ -295,7 +295,7 @@ class StatusWriter:
 
 def _by_role_and_number(process: ProcessStatus) -> tuple[int, int]:
     number = process.name.rpartition("_")[2]
-    order = ("train", "engine", "rollout").index(process.role)
+    order = ("train", "engine", "rollout", "plugin").index(process.role)
     return order, int(number) if number.isdecimal() else 0
 
 

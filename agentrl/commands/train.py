@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -22,7 +23,7 @@ from agentrl.trainer.components import check_names_and_engine, prepare_component
 from agentrl.trainer.interruption import request_stop
 from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.setup.huggingface import quiet_libraries
-from agentrl.trainer.setup.plugins import Given, Plugins
+from agentrl.trainer.setup.plugins import Given, Plugins, load_plugins
 from agentrl.trainer.setup.preflight import check_run, claim_prepared, with_absolute_paths
 from agentrl.trainer.setup.prepare import prepare_run
 from agentrl.trainer.state.summary import Summary
@@ -177,7 +178,16 @@ def train_on_rank(
     on_joined: Callable[[RankStatus], None],
 ) -> RankEnd:
     """Train as one rank, after the checks that a command does before it starts."""
-    checked = check_run(file.config, world_size=world_size, file=file.path, purpose=file.purpose)
+    from agentrl.cluster.plugin_actors import connect_plugins
+
+    remotes = connect_plugins(cluster.plugins, start_timeout_s=file.config.cluster.start_timeout_s)
+    checked = check_run(
+        file.config,
+        world_size=world_size,
+        file=file.path,
+        purpose=file.purpose,
+        build=partial(load_plugins, remotes=remotes),
+    )
     summary = train_from_file(replace(file, plugins=checked.plugins), cluster, on_joined=on_joined)
     return RankEnd("done", str(summary.steps))
 

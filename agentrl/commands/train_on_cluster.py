@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.commands.run_file import RunFile
 from agentrl.config import RunConfig
 from agentrl.plugins.environment import require_package
+from agentrl.trainer.setup.plugins import find_placed
 from agentrl.trainer.setup.preflight import with_absolute_paths
 
 if TYPE_CHECKING:
@@ -33,14 +34,19 @@ def train_on_cluster(file: RunFile) -> None:
     from agentrl.cluster.ranks import RankFailedError
 
     config = with_absolute_paths(file.config)
+    placed = find_placed(file.plugins, config)
     try:
-        with open_cluster(config, say=_say) as run:
+        with open_cluster(config, say=_say, plugins=placed) as run:
             config = run.config  # with the paths that inputs have on the nodes
             sent = replace(file, config=config).without_plugins()
             servers = start_servers(run, config)
             workers = run.start_workers(WORKER, lambda index: (f"rollout worker {index}",))
-            handles = ClusterHandles(workers=tuple(workers), servers=tuple(servers))
+            plugins = run.start_plugins(find_placed(file.plugins, config))
+            handles = ClusterHandles(
+                workers=tuple(workers), servers=tuple(servers), plugins=tuple(plugins)
+            )
             run.train(RANK, (sent,), handles)
+            run.close_plugins(plugins)
     except RankFailedError as failure:
         sys.exit(failure.exit_code)
 

@@ -1,6 +1,7 @@
 """Call a scorer on the event loop, on a thread, or in a process."""
 
 import asyncio
+import pickle
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from typing import Any
 from aiolimiter import AsyncLimiter
 
 from agentrl.config.schema.reward import RewardConfig
+from agentrl.errors import RewardError, WorkerLostError
 from agentrl.plugins.call import (
     ExecutionMode,
     PerLoop,
@@ -18,6 +20,7 @@ from agentrl.plugins.call import (
     contained,
     with_event_loop,
 )
+from agentrl.plugins.remote import RemoteObject
 from agentrl.rewards.loading import LoadedScorer, bundled_of, choose_scorer, is_async, parts_of
 from agentrl.rewards.pool import ScorePool, check_sendable
 from agentrl.rewards.scoring import Score, ScoreFn, WeightedScorers, make_arguments, read_score
@@ -92,6 +95,9 @@ class ScoreCaller:
         scorer = choose_scorer(scorer, str(arguments.get("data_source")))
         if (limiter := self._limiters.get()) is not None:
             await limiter.acquire()
+        if isinstance(scorer, LoadedScorer) and scorer.remote is not None:
+            call = partial(_call_remote, scorer.remote, arguments)
+            return await call_bounded(call, timeout_s=self._config.timeout_s, name=NAME)
         if self._needs_process(scorer):
             return await self._pool.run(scorer, arguments)
         bundled = bundled_of(scorer)
@@ -121,3 +127,19 @@ async def _call(scorer: ScoreFn, arguments: Mapping[str, Any]) -> Any:
     if is_async(scorer):
         return await call_method(scorer, **arguments)
     return await call_method(partial(with_event_loop, partial(scorer, **arguments)))
+
+
+async def _call_remote(remote: RemoteObject, arguments: Mapping[str, Any]) -> Any:
+    """Call a `HostedScorer`.
+
+    Raises:
+        RewardError: If its process died.
+        Exception: What the scorer raised.
+    """
+    try:
+        value, error = pickle.loads(await remote.call("score", pickle.dumps(dict(arguments))))
+    except WorkerLostError as lost:
+        raise RewardError(f"the process of the scorer was lost: {lost}") from None
+    if error is not None:
+        raise error
+    return value

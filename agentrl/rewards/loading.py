@@ -11,6 +11,7 @@ from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import load_object
 from agentrl.plugins.call import call_method
 from agentrl.plugins.keys import unknown_key
+from agentrl.plugins.remote import RemoteObject
 from agentrl.rewards.scoring import NamedScorer, ScoreFn, WeightedScorers
 from agentrl.rewards.sources import (
     BUNDLED,
@@ -32,6 +33,8 @@ class LoadedScorer(partial[Any]):
     path: str
     made_with: dict[str, Any]
     bundled: Bundled | None
+    remote: RemoteObject | None = None
+    """The process on a Ray cluster in which it scores; None: it scores in this one."""
 
     def __reduce__(self) -> Any:
         """Pickle the path, because a module that was loaded from a file cannot be imported by
@@ -77,6 +80,24 @@ def _build(kind: type, kwargs: Mapping[str, Any], path: str) -> ScoreFn:
     if not callable(made):
         raise PluginError(f"{path!r} is a class", expected="one with `__call__`, or a function")
     return made
+
+
+def placed_scorers(config: RewardConfig) -> list[tuple[str, int | None, dict[str, float]]]:
+    """List the scorers that ask for resources.
+
+    Returns:
+        For each its key (`PlacedPlugin.key`), its index in `reward.functions` (None: the custom
+        reward function) and its resources.
+    """
+    custom = config.custom_reward_function
+    if not config.functions:
+        is_placed = custom is not None and custom.resources
+        return [(f"scorer {custom.name}", None, custom.resources)] if custom and is_placed else []
+    return [
+        (f"scorer {function.name}", index, function.resources)
+        for index, function in enumerate(config.functions)
+        if function.resources
+    ]
 
 
 def load_bundled(name: str, kwargs: Mapping[str, Any] | None = None) -> ScoreFn:

@@ -16,8 +16,16 @@ from agentrl.config.schema.reward import RewardConfig
 from agentrl.errors import Fault, RewardError
 from agentrl.plugins.call import ExecutionMode, contained
 from agentrl.plugins.registry import Registry
+from agentrl.plugins.remote import Remotes
 from agentrl.rewards.calling import ScoreCaller
-from agentrl.rewards.loading import bundled_in, load_scorers, name_of
+from agentrl.rewards.loading import (
+    LoadedScorer,
+    bundled_in,
+    load_scorers,
+    name_of,
+    parts_of,
+    placed_scorers,
+)
 from agentrl.rewards.scoring import (
     Score,
     ScoreFn,
@@ -124,12 +132,15 @@ def runs_code(config: RewardConfig, sources: Iterable[str] = ()) -> bool:
     return any(scorer.needs_sandbox for scorer in bundled_in(config, sources))
 
 
-def make_reward_manager(config: RewardConfig, scorer: ScoreFn | None = None) -> RewardManager:
+def make_reward_manager(
+    config: RewardConfig, scorer: ScoreFn | None = None, *, remotes: Remotes | None = None
+) -> RewardManager:
     """Make the configured manager with the configured scorers.
 
     Args:
         config: The reward section.
         scorer: A scorer that replaces those of the section.
+        remotes: The scorers that run in processes with their `resources`.
 
     Raises:
         ConfigError: If the manager is unknown, or a scorer does not take its `reward_kwargs`.
@@ -137,7 +148,12 @@ def make_reward_manager(config: RewardConfig, scorer: ScoreFn | None = None) -> 
         SandboxError: If a scorer runs code and no sandbox is available.
     """
     check_code_scorers(config)
-    made = get_reward_manager(config.manager)(scorer or load_scorers(config), config)
+    scorers = scorer or load_scorers(config)
+    for key, index, _ in placed_scorers(config) if remotes else ():
+        part = parts_of(scorers)[index or 0]
+        if isinstance(part, LoadedScorer):
+            part.remote = (remotes or {}).get(key)
+    made = get_reward_manager(config.manager)(scorers, config)
     is_streaming = config.launch_reward_fn_async and isinstance(made, StreamingRewardManager)
     return made if is_streaming else ScoreAfterRollout(made, config)
 

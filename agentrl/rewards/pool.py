@@ -120,7 +120,7 @@ def _work(scorer: bytes, arguments: bytes) -> bytes:
             value = asyncio.run(_awaited(value))
         return pickle.dumps((value, None))
     except BaseException as error:  # noqa: BLE001 - the boundary around users' code
-        return _pack_error(error)
+        return pack_error(error)
 
 
 @lru_cache(maxsize=16)
@@ -129,7 +129,8 @@ def _unpack(scorer: bytes) -> ScoreFn:
     return pickle.loads(scorer)
 
 
-def _pack_error(error: BaseException) -> bytes:
+def pack_error(error: BaseException) -> bytes:
+    """Return a pickled pair of None and the error, or an error with its text."""
     if isinstance(error, Exception):
         try:
             # A traceback can only be sent as text.

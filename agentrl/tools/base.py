@@ -3,10 +3,12 @@
 import math
 import uuid
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.plugins.remote import RemoteObject
 
 
 class ToolResult(NamedTuple):
@@ -100,6 +102,11 @@ class BaseTool:
         config: The complete `config` of the YAML.
         tool_schema: Shown to the model; None: the result of `get_openai_tool_schema`.
     """
+
+    required_resources: Mapping[str, float] = MappingProxyType({})
+    """`resources` of the tool's entry in the YAML."""
+    remote_object: RemoteObject | None = None
+    """The process on a Ray cluster in which the calls run; None: they run in this process."""
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None

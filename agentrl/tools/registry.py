@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentrl.config.schema.resources import PluginResources
 from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError, find_nearest
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins import load_class, load_module
@@ -40,6 +41,10 @@ class ToolEntry(BaseModel):
     tool_schema: OpenAIFunctionToolSchema | None = Field(
         default=None, description="a function schema as OpenAI writes it, or null"
     )
+    resources: PluginResources = Field(
+        default_factory=dict[str, float],
+        description="a mapping of num_cpus, num_gpus and custom resources of Ray, more than 0",
+    )
     mcp: dict[str, Any] | None = Field(
         default=None, description="for tools of MCP servers: a mapping that names the servers"
     )
@@ -63,6 +68,8 @@ def initialize_tools_from_config(path: str | Path) -> list[BaseTool]:
     tools: list[BaseTool] = []
     for place, (found, entry) in enumerate(zip(classes, entries, strict=True)):
         built = _build(found, entry, hub, key=f"tools[{place}]", path=Path(path))
+        for tool in built if entry.resources else ():
+            tool.required_resources = entry.resources
         if entry.mcp is None:  # users cannot fix the schemas of a server
             refuse_undeclared(built, file=path, key=f"tools[{place}]")
         tools += built
@@ -206,6 +213,13 @@ def _check_entry(entry: ToolEntry, key: str, path: str | Path) -> None:
             key=f"{key}.mcp",
             expected="mcp: {mcp_servers_config_path: FILE} or mcp: {servers: {...}}",
         )
+    if entry.resources and entry.mcp is not None:
+        raise ConfigError(
+            "the tools of this entry run on their MCP servers",
+            file=path,
+            key=f"{key}.resources",
+            expected="no resources",
+        )
     if entry.mcp is not None and entry.tool_schema is not None:
         raise ConfigError(
             "the entry has a tool_schema, but its MCP servers provide the schemas",
@@ -232,6 +246,10 @@ def _build(
     try:
         shared = our_names(config, found)
         ToolSettings.of(found, shared, file=path, key=place)
+        if entry.resources and issubclass(found, DelegateTool):
+            raise ConfigError(
+                "sub-agents run where their request runs", key="resources", expected="no resources"
+            )
         if not found.__module__.startswith(_OURS):
             _warn_of_near_misses(shared, file=path, key=place)
             _warn_of_own_keys(found, config, file=path, key=place)

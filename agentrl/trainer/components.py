@@ -262,12 +262,14 @@ def start_pool(
     """
     if cluster is None or not cluster.workers:
         return None
+    from agentrl.cluster.plugin_actors import connect_plugins
     from agentrl.cluster.rollout_workers import connect_workers
 
+    limit_s = config.cluster.start_timeout_s
     workers = connect_workers(
         cluster.workers,
         call_timeout_s=config.rollout.worker_timeout_s,
-        start_timeout_s=config.cluster.start_timeout_s,
+        start_timeout_s=limit_s,
     )
     # Rounds of calls are a rank's: it collects those of all workers.
     asks_servers = choose_engine(config) == "sglang_server" and not config.rollout.deterministic
@@ -279,6 +281,7 @@ def start_pool(
         directory=servers,
         version=0,
         silence_s=config.rollout.worker_timeout_s,
+        remotes=connect_plugins(cluster.plugins, start_timeout_s=limit_s),
     )
     pool = RolloutPool(workers, settings, tools=setup.plugins.tools, rank=world.rank)
     with world.raise_on_all_ranks(), NestableRunner() as runner:

@@ -9,13 +9,14 @@ some. Messages that accumulate while a call is on its way travel together in the
 cost of a remote call is shared by more requests the busier both sides are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
 from agentrl.config.schema.run import RunConfig
 from agentrl.engines.protocol import Completion, SamplingParams
 from agentrl.engines.sglang.servers.directory import ServerDirectory
+from agentrl.plugins.remote import RemoteObject, Remotes
 
 
 class Run(NamedTuple):
@@ -108,6 +109,8 @@ class WorkerSettings:
     """Policy version of the servers' weights."""
     silence_s: float
     """A session that does not receive for so many seconds is closed: its rank is gone."""
+    remotes: Remotes = field(default_factory=dict[str, RemoteObject])
+    """Tools and scorers that run in processes with their `resources`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,7 +101,7 @@ def build_parts(settings: WorkerSettings) -> WorkerParts:
     quiet_libraries()
     config = settings.config
     import_plugins(config.plugins)
-    plugins = load_plugins(config)
+    plugins = load_plugins(config, settings.remotes)
     setup = make_rollout_setup(config, plugins, probe_model(config, plugins, now=settings.now))
     engine: Engine = RankEngine(settings.max_model_len)
     if settings.asks_servers:

@@ -7,6 +7,8 @@ from pydantic import Field, field_validator
 from agentrl.config.schema.section import Section, UserPath
 
 Role = Literal["train", "engine", "rollout"]
+HostRole = Literal["train", "engine", "rollout", "plugin"]
+"""The role of a process: a plug-in that asks for resources is in no pool of the run file."""
 
 
 class PoolConfig(Section):

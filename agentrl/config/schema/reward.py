@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.schema.engine import Address
+from agentrl.config.schema.resources import PluginResources
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.config.schema.section import FolderOrHubName, ModulePath, Section
 from agentrl.config.schema.training import FsdpConfig
@@ -44,6 +45,9 @@ class CustomRewardConfig(Section):
     """The function in it; or a class, which is built once with `reward_kwargs` and then called."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of every call."""
+    resources: PluginResources = Field(default_factory=dict[str, float])
+    """Where it runs on a Ray cluster: `num_cpus`, `num_gpus`, custom resources. It then has a
+    process of its own with them. Empty, or without Ray: in the processes that roll out."""
 
 
 class RewardFunctionConfig(Section):
@@ -61,6 +65,15 @@ class RewardFunctionConfig(Section):
     """Factor of its number in the reward; 0: it is only logged."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of every call."""
+    resources: PluginResources = Field(default_factory=dict[str, float])
+    """Where it runs on a Ray cluster: `num_cpus`, `num_gpus`, custom resources. It then has a
+    process of its own with them. Empty, or without Ray: in the processes that roll out."""
+
+    @model_validator(mode="after")
+    def _refuse_placed_lookup(self) -> "RewardFunctionConfig":
+        if self.resources and self.path is None and self.name == "data_source":
+            raise ValueError("resources need one scorer: a path, or a bundled name")
+        return self
 
 
 def _names(section: object, key: str) -> bool:

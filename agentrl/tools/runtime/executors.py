@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from agentrl.errors import ToolLifeError
 from agentrl.plugins.call import ExecutionMode, call_method, in_thread_loop
 from agentrl.tools.base import BaseTool
 
@@ -59,8 +60,22 @@ class ThreadExecutor(ToolExecutor):
         return await in_thread_loop(partial(call.on, self.tool))
 
 
-def make_executor(tool: BaseTool, mode: ExecutionMode) -> ToolExecutor:
-    """Make the executor of a tool for one request."""
+class InstanceLostError(ToolLifeError):
+    """The instance ended with its process before the call, which did not run."""
+
+
+def make_executor(tool: BaseTool, mode: ExecutionMode, *, timeout_s: float) -> ToolExecutor:
+    """Make the executor of a tool for one request.
+
+    Args:
+        tool: The tool.
+        mode: `config.isolation`.
+        timeout_s: Seconds of one call; only a tool in another process of the cluster needs it.
+    """
+    if tool.remote_object is not None:
+        from agentrl.tools.runtime.remote import RemoteExecutor
+
+        return RemoteExecutor(tool, tool.remote_object, mode, timeout_s)
     if mode is ExecutionMode.PROCESS:
         # Starts a server of processes when it is used, so only tools that ask for it import it.
         from agentrl.tools.runtime.process import ProcessExecutor

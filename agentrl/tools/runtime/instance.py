@@ -29,7 +29,7 @@ from agentrl.plugins.call import (
 )
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.base import BaseTool, ToolResult, read_reward
-from agentrl.tools.runtime.executors import MethodCall, make_executor
+from agentrl.tools.runtime.executors import InstanceLostError, MethodCall, make_executor
 from agentrl.tools.runtime.middleware import CallContext, UnavailableError, handler_of
 from agentrl.tools.runtime.settings import ToolSettings
 from agentrl.tools.signatures import create_arguments, named_arguments
@@ -126,8 +126,9 @@ class ToolInstance:
         self._kwargs = kwargs
         self._settings = settings
         self._timeout_s = settings.timeout_s or timeout_s
-        self._offered = offered if settings.isolation is ExecutionMode.INLINE else None
-        self._executor = make_executor(tool, settings.isolation)
+        is_here = settings.isolation is ExecutionMode.INLINE and tool.remote_object is None
+        self._offered = offered if is_here else None
+        self._executor = make_executor(tool, settings.isolation, timeout_s=self._timeout_s)
         self._request_id = self._instance_id = instance_id
         self._must_release = False
 
@@ -190,9 +191,10 @@ class ToolInstance:
             ToolLifeError: if it raises, times out, or returns no finite number.
         """
         try:
-            await self._recreate_if_lost()
-            call = self._call("calc_reward", **self._kwargs.calc_reward_kwargs)
-            return await self._run(call, lambda value: read_reward(value, self.tool.name))
+            return await self._run_created(
+                lambda: self._call("calc_reward", **self._kwargs.calc_reward_kwargs),
+                lambda value: read_reward(value, self.tool.name),
+            )
         except Exception as error:
             raise self._failure("calc_reward", error) from error
 
@@ -215,7 +217,11 @@ class ToolInstance:
     def needs_release(self) -> bool:
         """Whether the tool, or the process that it runs in, has anything to give back."""
         in_process = self._settings.isolation is ExecutionMode.PROCESS
-        return in_process or not _is_inherited(self.tool, "release")
+        return (
+            in_process
+            or self.tool.remote_object is not None
+            or not _is_inherited(self.tool, "release")
+        )
 
     async def _create(self) -> ToolResponse:
         given = create_arguments(self.tool.create, self._kwargs.create_kwargs)
@@ -243,19 +249,30 @@ class ToolInstance:
         started = time.monotonic()
         context.num_attempts += 1
         try:
-            await self._recreate_if_lost()
             arguments = copy.deepcopy(context.call.function.arguments)
-            call = self._call("execute", arguments, **context.execute_kwargs)
-            return await self._run(call, lambda value: ToolResult.of(value, tool=self.tool.name))
+            return await self._run_created(
+                lambda: self._call("execute", arguments, **context.execute_kwargs),
+                lambda value: ToolResult.of(value, tool=self.tool.name),
+            )
         finally:
             context.run_s += time.monotonic() - started
 
     async def _recreate_if_lost(self) -> None:
         """Create the instance again, if its process was killed."""
         if self._executor.is_lost:
+            await self._executor.open()
             with suppress(Exception):  # what it would release may have ended with the process
                 await self._release()
             await self._create()
+
+    async def _run_created(self, call: Callable[[], MethodCall], read: Callable[[Any], T]) -> T:
+        """Make a call of the instance, which is created again if its process was lost."""
+        await self._recreate_if_lost()
+        try:
+            return await self._run(call(), read)
+        except InstanceLostError:  # the call did not run
+            await self._recreate_if_lost()
+            return await self._run(call(), read)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> MethodCall:
         return MethodCall(method, (self._instance_id, *args), kwargs)

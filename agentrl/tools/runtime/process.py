@@ -26,7 +26,7 @@ from functools import partial
 from multiprocessing import forkserver, spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl.errors import ToolError, ToolLifeError, text_of, words_of
 from agentrl.plugins import load_module
@@ -165,6 +165,29 @@ class ProcessExecutor(ToolExecutor):
             await in_thread(worker.kill)
 
 
+class PackedTool(NamedTuple):
+    """A tool that another process builds again, from its class, `config` and `tool_schema`."""
+
+    source_file: str | None
+    """The file with the tool's class, if it is in no importable module."""
+    pickled: bytes
+
+    @classmethod
+    def of(cls, tool: BaseTool) -> "PackedTool":
+        """Pack a tool."""
+        function = vars(tool).get("function")
+        owner = function if inspect.isfunction(function) else type(tool)
+        in_file = owner.__module__.startswith(FILE_MODULE_PREFIX)
+        source_file = str(Path(inspect.getfile(owner))) if in_file else None
+        return cls(source_file, pickle.dumps(tool))
+
+    def build(self) -> BaseTool:
+        """Import the file, and build the tool."""
+        if self.source_file is not None:
+            load_module(self.source_file)
+        return pickle.loads(self.pickled)
+
+
 class ProcessDiedError(ToolLifeError):
     """The process ended by itself, or was killed, during a call."""
 
@@ -176,14 +199,9 @@ class _Worker:
         self._connection, child = context.Pipe()
         self._child_connection = child
         self._name = tool.name
-        # The process imports this file first, if the tool's class is in no importable module.
-        function = vars(tool).get("function")
-        owner = function if inspect.isfunction(function) else type(tool)
-        in_file = owner.__module__.startswith(FILE_MODULE_PREFIX)
-        source_file = str(Path(inspect.getfile(owner))) if in_file else None
         self._process = context.Process(
             target=_serve,
-            args=(child, source_file, pickle.dumps(tool)),
+            args=(child, PackedTool.of(tool)),
             name=f"tool:{tool.name}",
             daemon=True,
         )
@@ -243,7 +261,7 @@ class _Worker:
                     self._process.close()
 
 
-def _serve(connection: Connection, source_file: str | None, pickled_tool: bytes) -> None:
+def _serve(connection: Connection, packed: PackedTool) -> None:
     """Answer calls until the other end closes. This is the whole life of the process."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -262,11 +280,9 @@ def _serve(connection: Connection, source_file: str | None, pickled_tool: bytes)
     with asyncio.Runner() as runner, suppress(EOFError):
         number, call = connection.recv()
         try:
-            if source_file is not None:
-                load_module(source_file)
-            tool: BaseTool = pickle.loads(pickled_tool)
+            tool = packed.build()
         except Exception as error:  # noqa: BLE001 - building runs code of users
-            reply(number, None, _sendable(error))
+            reply(number, None, sendable(error))
             return
         while True:
             reply(number, *runner.run(_answer(tool, call)))
@@ -276,18 +292,18 @@ def _serve(connection: Connection, source_file: str | None, pickled_tool: bytes)
 async def _answer(tool: BaseTool, call: MethodCall) -> tuple[Any, Exception | None]:
     try:
         return await call.on(tool), None
-    except ToolError as error:
-        # Send the text only: a subclass of users may be picklable, but not unpicklable.
-        return None, ToolError(text_of(error))
     except BaseException as error:  # noqa: BLE001 - the boundary around code of users
-        return None, _sendable(error)
+        return None, sendable(error)
 
 
-def _sendable(error: BaseException) -> ToolLifeError:
+def sendable(error: BaseException) -> ToolError | ToolLifeError:
     """Return an error that can be pickled: its text, with the traceback as a note."""
-    sendable = ToolLifeError(words_of(error), at=source_line(error))
-    sendable.add_note(traceback_of(error))
-    return sendable
+    if isinstance(error, ToolError):
+        # Send the text only: a subclass of users may be picklable, but not unpicklable.
+        return ToolError(text_of(error))
+    sent = ToolLifeError(words_of(error), at=source_line(error))
+    sent.add_note(traceback_of(error))
+    return sent
 
 
 _import_main()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from agentrl.config.schema.reward import CustomRewardConfig
@@ -16,8 +17,9 @@ from agentrl.interactions import registry as interaction_registry
 from agentrl.interactions.registry import default_name
 from agentrl.plugins import load_module
 from agentrl.plugins.call import HasShutdown, shut_down
+from agentrl.plugins.remote import PlacedPlugin, Remotes
 from agentrl.rewards import RewardManager, make_reward_manager
-from agentrl.rewards.loading import check_arguments
+from agentrl.rewards.loading import check_arguments, placed_scorers
 from agentrl.rewards.scoring import ScoreFn
 from agentrl.tools import BaseTool
 from agentrl.tools import registry as tool_registry
@@ -41,7 +43,8 @@ class Plugins:
 
     async def shutdown(self) -> None:
         """Shut down every plug-in, even if another plug-in raises."""
-        await shut_down([*self.started, *self.tools, *self.interactions.values()])
+        here = [tool for tool in self.tools if tool.remote_object is None]
+        await shut_down([*self.started, *here, *self.interactions.values()])
         await self.rewards.close()
 
 
@@ -60,15 +63,69 @@ def import_plugins(modules: Sequence[str]) -> None:
             raise
 
 
-def load_plugins(config: RunConfig) -> Plugins:
+NOT_PLACED: Remotes = MappingProxyType({})
+
+
+def load_plugins(config: RunConfig, remotes: Remotes = NOT_PLACED) -> Plugins:
     """Build tools, interactions and the scorer, without loading a model.
+
+    Args:
+        config: The run's configuration.
+        remotes: The tools and scorers that run in processes with their `resources`.
 
     Raises:
         ConfigError: with file, key and what was expected.
         PluginError: for a class path that cannot be imported.
     """
     tools, interactions = load_tools(config), load_interactions(config)
-    return Plugins(tools, interactions, make_reward_manager(config.reward))
+    for tool in tools:
+        if (remote := remotes.get(_key(tool))) is not None:
+            tool.remote_object = remote
+    return Plugins(tools, interactions, make_reward_manager(config.reward, remotes=remotes))
+
+
+def find_placed(plugins: Plugins, config: RunConfig) -> list[PlacedPlugin]:
+    """List the tools and scorers that ask for resources.
+
+    Args:
+        plugins: The plug-ins, built from the configuration.
+        config: The run's configuration.
+    """
+    tools = [
+        PlacedPlugin(
+            key=_key(tool),
+            resources=dict(tool.required_resources),
+            factory="agentrl.tools.runtime.remote:host_tool",
+            arguments=(str(config.rollout.multi_turn.tool_config_path), tool.name),
+        )
+        for tool in plugins.tools
+        if tool.required_resources
+    ]
+    scorers = [
+        PlacedPlugin(
+            key=key,
+            resources=resources,
+            factory="agentrl.rewards.remote:HostedScorer",
+            arguments=(config.reward, index),
+        )
+        for key, index, resources in placed_scorers(config.reward)
+    ]
+    return tools + scorers
+
+
+def find_idle_resources(plugins: Plugins, config: RunConfig) -> list[str]:
+    """Report `resources` that have no effect, because the run does not use Ray."""
+    if config.asks_for_cluster:
+        return []
+    return [
+        f"{one.key}: `resources` have no effect without Ray (cluster.address, several devices or "
+        "rollout.num_workers)"
+        for one in find_placed(plugins, config)
+    ]
+
+
+def _key(tool: BaseTool) -> str:
+    return f"tool {tool.name}"
 
 
 def load_tools(config: RunConfig) -> list[BaseTool]:

@@ -21,6 +21,7 @@ from agentrl.trainer.setup.plugins import (
     GIVEN,
     Plugins,
     find_classes_of_verl,
+    find_idle_resources,
     import_plugins,
     load_plugins,
 )
@@ -73,6 +74,7 @@ def check_run(
     found = [
         *map(str, notes),
         *find_classes_of_verl(config),
+        *find_idle_resources(plugins, config),
         *find_idle_weights(config, plugins),
         *find_undescribed(plugins),
         *find_trained_validation(config),
