@@ -72,7 +72,8 @@ def test_start_leaves_the_process_as_it_was(running: SGLangEngine):
     assert "SGLANG_PLATFORM" not in os.environ
     assert multiprocessing.get_start_method() == "fork"
     assert not any("sglang" in type(h).__module__ for h in logging.getLogger().handlers)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    # Ray, of other tests in this process, sets a handler too.
+    assert "sglang" not in getattr(signal.getsignal(signal.SIGTERM), "__module__", "")
 
 
 def test_idle_engine_leaves_the_cores_alone(running: SGLangEngine):
