@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.commands.status import show_status
+from tests.fakes.ray_nodes import POOLS, ray_nodes, wait_until
 from tests.fakes.runs import ROOT, read_lines, tiny_run, write_yaml
 from tests.fakes.torchrun import ranks_of
 
@@ -35,6 +36,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 KILL_ONCE = "(HERE / 'armed').unlink(); os.kill(os.getpid(), 9)"
 CLOCKS = ("timing_s/", "perf/", "weight_sync/")
+
+
+def without_clocks(value: Any) -> Any:
+    """Return a value of a rollout file without the seconds in it."""
+    if isinstance(value, dict):
+        clean = {key: without_clocks(item) for key, item in value.items()}
+        return {key: item for key, item in clean.items() if "second" not in key}
+    return [without_clocks(item) for item in value] if isinstance(value, list) else value
 
 
 def run_file(home: Path, folder: Path, *, deed: str = "pass", **changes: Any) -> Path:
@@ -156,6 +165,58 @@ def test_two_ranks_on_ray_end_with_the_weights_of_torchrun(
     ]  # fmt: skip
     assert shown["cluster"]["nodes"][0]["is_alive"]
     await_none(ray_folder)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ranks_and_workers_on_three_nodes_train_on_the_batches_of_torchrun(
+    tiny_home: Path, tmp_path: Path
+):
+    """Ranks on two nodes, a worker on each of three. Under torchrun ranks run their requests."""
+    workers = {
+        "name": "workers", "devices_per_node": 0, "roles": ["rollout"],
+        "resources": {"worker_node": 0.1},
+    }  # fmt: skip
+    with ray_nodes("train_node", "train_node", "worker_node") as nodes:
+        file = run_file(
+            tiny_home,
+            tmp_path,
+            cluster__address=nodes.address,
+            cluster__pools=[POOLS[0] | {"roles": ["train", "rollout"]}, workers],
+            rollout__num_workers=3,
+            trainer__rollout_data_dir=str(tmp_path / "rollouts"),
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "agentrl", "train", str(file)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        wait_until(lambda: not nodes.processes(), seconds=30)
+    logs = {log.name for log in (tmp_path / "run/logs").glob("*.log")}
+    assert logs == {"rank_0.log", "rank_1.log", *(f"rollout_{index}.log" for index in range(3))}
+    others = (
+        f"trainer.default_local_dir={tmp_path}/other",
+        f"trainer.rollout_data_dir={tmp_path}/other_rollouts",
+    )
+    with ranks_of("agentrl", "train", str(file), *others) as ranks:
+        outputs = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in outputs] == [0, 0], outputs
+    for step in (1, 2):
+        name = f"step_{step:06d}.jsonl"
+        one, two = (
+            [without_clocks(line) for line in read_lines(tmp_path / folder / name)]
+            for folder in ("rollouts", "other_rollouts")
+        )
+        assert len(one) == 12
+        assert one == two
+    folders = (tmp_path / "run", tmp_path / "other")
+    one, two = (load_file(folder / "trained/model.safetensors") for folder in folders)
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.slow
