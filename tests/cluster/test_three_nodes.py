@@ -1,4 +1,6 @@
-"""A run on three nodes with separate object stores: ranks on two, the real SGLang on the third."""
+"""A run on three nodes with separate object stores: ranks on two, the real SGLang on the third, and
+a rollout worker on each.
+"""
 
 import subprocess
 import sys
@@ -24,7 +26,14 @@ def test_ranks_on_two_nodes_train_with_servers_on_the_third(tiny_home: Path, tmp
         config = tiny_run(
             tiny_home,
             tmp_path / "run",
-            cluster={"address": nodes.address, "pools": [*POOLS, SERVERS]},
+            cluster={
+                "address": nodes.address,
+                "pools": [
+                    POOLS[0] | {"roles": ["train", "rollout"]},
+                    SERVERS | {"roles": ["engine", "rollout"]},
+                ],
+            },
+            rollout__num_workers=3,
             rollout__engine={"name": "sglang_server"},
             trainer__rollout_data_dir=str(tmp_path / "rollouts"),
         )
@@ -33,6 +42,8 @@ def test_ranks_on_two_nodes_train_with_servers_on_the_third(tiny_home: Path, tmp
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, (done.stdout, done.stderr)
         wait_until(lambda: not nodes.processes(), seconds=30)
+    logs = {log.name for log in (tmp_path / "run/logs").glob("rollout_*.log")}
+    assert logs == {f"rollout_{index}.log" for index in range(3)}
     lines = read_lines(tmp_path / "run/metrics.jsonl")
     assert [line["step"] for line in lines if line["step"]] == [1, 2]
     for step in (1, 2):
