@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl.cluster.connection import connected, forwarded_variables, list_nodes
 from agentrl.cluster.handles import ClusterHandles, PluginHost, RemoteHost
@@ -28,7 +29,13 @@ from agentrl.cluster.inputs import Shipment
 from agentrl.cluster.logs import RunLogs
 from agentrl.cluster.monitor import Monitor, Snapshot
 from agentrl.cluster.placement import PlacedPool, place
-from agentrl.cluster.pools import check_pools, device_kind, make_plugin_pools, make_pools
+from agentrl.cluster.pools import (
+    check_pools,
+    describe_nodes,
+    device_kind,
+    make_plugin_pools,
+    make_pools,
+)
 from agentrl.cluster.ranks import RankEnd, RankFailedError, RankPlace
 from agentrl.cluster.run_status import STATUS_FILE, StatusWriter
 from agentrl.cluster.shipping import ship_inputs
@@ -44,6 +51,10 @@ GRACE_S = 20.0
 PLUGIN_CLOSE_S = 15.0
 """Seconds that tools and scorers in processes of their own have to shut down."""
 _POLL_S = 0.5
+
+
+class ProcessLostError(ClusterError):
+    """A process of the run died; another one may do its work."""
 
 
 class StopRequest:
@@ -181,8 +192,9 @@ class ClusterRun:
         """Wait until processes have made their objects.
 
         Raises:
-            ClusterError: naming the process that died or did not start in time, with the last lines
-                of its log; or the shortfall if a node has left the cluster.
+            ProcessLostError: naming the process that died, with the last lines of its log.
+            ClusterError: naming a process that did not start in time, with the last lines of its
+                log; or the shortfall if a node has left the cluster.
         """
         limit = self.config.cluster.start_timeout_s
         end = time.monotonic() + limit
@@ -219,31 +231,87 @@ class ClusterRun:
             The end of the main rank.
 
         Raises:
-            ClusterError: if a rank is lost once too often.
+            ClusterError: if a rank is lost once too often, or the cluster has too little left.
             AgentRLError: the error of a rank.
             KeyboardInterrupt: if the run was asked to stop.
         """
         restarts = self.config.trainer.max_restarts
-        for attempt in range(restarts + 1):
-            hosts = self._start_ranks(factory, arguments)
+        attempt = 0
+        while True:
             try:
-                ends = self._run_ranks(hosts, handles)
-            finally:
-                self._end(hosts)
-            lost = [(host, end) for host, end in zip(hosts, ends, strict=True) if _is_lost(end)]
-            if self.stop.is_made:
-                raise KeyboardInterrupt(*([ends[0].text] if ends[0].text else []))
-            failed = [end for end in ends if end.kind == "failed"]
-            if failed:
-                raise RankFailedError(failed[0])
-            if not lost:
-                return ends[0]
-            error = self._describe_lost(lost)
-            if attempt == restarts:
-                error.details["restarts"] = f"{attempt} of trainer.max_restarts={restarts}"
-                raise error
-            self.say(f"{error}\nrestart {attempt + 1} of {restarts} from the last checkpoint")
-        raise AssertionError("unreachable")
+                return self._train_once(factory, arguments, handles)
+            except ProcessLostError as error:
+                if attempt == restarts:
+                    error.details["restarts"] = f"{attempt} of trainer.max_restarts={restarts}"
+                    raise
+                attempt += 1
+                self.say(f"{error}\nrestart {attempt} of {restarts} from the last checkpoint")
+                try:
+                    self._await_nodes()
+                except ClusterError as shortage:
+                    shortage.details["after"] = error.args[0]
+                    raise shortage from error
+
+    def _train_once(
+        self, factory: str, arguments: tuple[Any, ...], handles: ClusterHandles
+    ) -> RankEnd:
+        hosts = self._start_ranks(factory, arguments)
+        try:
+            self.await_started(hosts)
+            ends = self._run_ranks(hosts, handles)
+        finally:
+            self._end(hosts)
+        lost = [(host, end) for host, end in zip(hosts, ends, strict=True) if _is_lost(end)]
+        if self.stop.is_made:
+            raise KeyboardInterrupt(*([ends[0].text] if ends[0].text else []))
+        failed = [end for end in ends if end.kind == "failed"]
+        if failed:
+            raise RankFailedError(failed[0])
+        if lost:
+            raise self._describe_lost(lost)
+        return ends[0]
+
+    def _await_nodes(self) -> None:
+        """Wait until ranks can start again after one was lost.
+
+        Ray notices only after some seconds that a node has died, and until then would start ranks
+        there. So every node of the ranks must answer, or be reported as dead and be replaced.
+
+        Raises:
+            ClusterError: naming the shortfall, or what is still missing after
+                `cluster.placement_timeout_s`.
+        """
+        limit = self.config.cluster.placement_timeout_s
+        end = time.monotonic() + limit
+        placed = list(self._with_role("train"))
+        answered: set[str] = set()
+        probes: dict[Any, str] = {}
+        while True:
+            nodes = list_nodes()
+            check_pools([one.pool for one in self.pools.values()], nodes)
+            alive = {node.node_id: node for node in nodes}
+            used = {node for one in placed for node in one.node_ids() if node in alive}
+            for node in used - answered - set(probes.values()):
+                probes[_probe(node)] = node
+            ready, _ = ray.wait(list(probes), timeout=_POLL_S) if probes else ([], [])
+            for reference in ready:
+                node = probes.pop(reference)
+                with suppress(RayError):
+                    ray.get(reference)
+                    answered.add(node)
+            silent = used - answered
+            is_placed = not silent and all(one.group.wait(_POLL_S) for one in placed)
+            if is_placed and all(one.node_ids() <= answered for one in placed):
+                return
+            if time.monotonic() > end:
+                raise ClusterError(
+                    f"the ranks cannot start again: their nodes are not ready after {limit:g} s",
+                    silent=", ".join(sorted(alive[node].address for node in silent)) or "none",
+                    cluster=describe_nodes(nodes),
+                    key="cluster.placement_timeout_s",
+                    expected="free resources for the lost nodes' part of the run",
+                )
+            time.sleep(_POLL_S)
 
     def _start_ranks(self, factory: str, arguments: tuple[Any, ...]) -> list[RemoteHost]:
         hosts: list[RemoteHost] = []
@@ -256,12 +324,16 @@ class ClusterRun:
                         spec, self.monitor, node=node, num_devices=1, num_cpus=int(on_gpu)
                     )
                     hosts.append(host)
-        self.await_started(hosts)
         return hosts
 
     def _run_ranks(self, hosts: Sequence[RemoteHost], handles: ClusterHandles) -> list[RankEnd]:
         call_timeout_s = self.config.cluster.call_timeout_s
-        port = hosts[0].call_and_wait("free_port", timeout_s=call_timeout_s)
+        try:
+            port = hosts[0].call_and_wait("free_port", timeout_s=call_timeout_s)
+        except ClusterError as error:
+            if isinstance(error.__cause__, RayActorError):
+                raise self._lost(hosts[0], error.__cause__) from error
+            raise
         address = self.seen[hosts[0].name].address
         handles = replace(handles, ranks=tuple(hosts), call_timeout_s=call_timeout_s)
         running: dict[Any, int] = {}
@@ -363,21 +435,21 @@ class ClusterRun:
     def _tail(self, name: str) -> str:
         return self.logs.tail(name)
 
-    def _lost(self, host: RemoteHost, error: RayError) -> ClusterError:
+    def _lost(self, host: RemoteHost, error: RayError) -> ProcessLostError:
         info = self.seen.get(host.name)
-        return ClusterError(
+        return ProcessLostError(
             f"{info or host.name} died",
             reason=_reason(error),
             log=self.logs.path(host.name),
             last_lines="\n" + self._tail(host.name),
         )
 
-    def _describe_lost(self, lost: Sequence[tuple[RemoteHost, RankEnd]]) -> ClusterError:
+    def _describe_lost(self, lost: Sequence[tuple[RemoteHost, RankEnd]]) -> ProcessLostError:
         causes = [pair for pair in lost if pair[1].is_cause] or list(lost)
         host, end = causes[0]
         self.monitor.forget.remote(host.name, end.text)
         more = f" (and {len(causes) - 1} more)" if len(causes) > 1 else ""
-        return ClusterError(
+        return ProcessLostError(
             f"training rank {self.seen.get(host.name, host.name)} was lost{more}",
             reason=end.text,
             log=self.logs.path(host.name),
@@ -454,6 +526,18 @@ def open_cluster(
                 for one in placed.values():
                     with suppress(Exception):
                         one.release()
+
+
+def _probe(node_id: str) -> Any:
+    """Start a task without work on a node; it ends soon if the node lives."""
+    remote: Any = ray.remote
+    affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = remote(num_cpus=0, max_retries=0)(_answer)
+    return task.options(scheduling_strategy=affinity).remote()
+
+
+def _answer() -> bool:
+    return True
 
 
 def _end_of(reference: Any) -> RankEnd:

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentrl.cluster.connection import list_nodes
@@ -60,6 +65,13 @@ class PlacedPool:
             ),
         )
         return RemoteHost(spec.name, spec.role, spec.pool, actor.remote(spec, monitor))
+
+    def node_ids(self) -> set[str]:
+        """Return the nodes on which Ray has the pool now; a dead one is among them until Ray
+        notices.
+        """
+        table: Any = placement_group_table(self.group)
+        return {node for node in table["bundles_to_node_id"].values() if node}
 
     def release(self) -> None:
         """Remove the reservation; Ray ends the processes in it."""

@@ -1,4 +1,4 @@
-"""kill -9 of a rank and of the driver at random instants: the documented outcome each time.
+"""kill -9 of a rank, its node and the driver at random instants: the documented outcome each time.
 
 `AGENTRL_CHAOS_INSTANTS` (default 1) is the number of instants of each kind; `make test-chaos` takes
 five. `AGENTRL_CHAOS_SEED` repeats the instants of an earlier run, which prints its seed.
@@ -78,6 +78,13 @@ class Run:
         log = self.folder / "logs" / f"{name}.log"
         return wait_until(lambda: process_with_log(log), seconds=LIMIT_S)
 
+    def kill_node(self, name: str) -> None:
+        """Kill the raylet of the node of a process."""
+        raylet = self.victim(name).parent()
+        assert raylet is not None
+        assert "raylet" in raylet.name()
+        raylet.kill()
+
     def wait_for_step(self) -> None:
         metrics = self.folder / "metrics.jsonl"
 
@@ -143,6 +150,35 @@ def test_a_killed_rank_costs_one_restart(
     assert "training rank rank_1" in text
     assert "restart 1 of 1 from the last checkpoint" in text
     run.check_samples()
+
+
+@pytest.mark.slow
+def test_the_run_goes_on_at_another_node_if_that_of_a_rank_is_killed(
+    tiny_home: Path, tmp_path: Path, instant: float
+):
+    with ray_nodes("train_node", "train_node", "train_node") as three:
+        run = Run(three, tiny_home, tmp_path / "run")
+        run.wait_for_step()
+        time.sleep(instant)
+        run.kill_node("rank_1")
+        assert run.wait() == 0, run.output.read_text()
+        assert "restart 1 of 1 from the last checkpoint" in run.output.read_text()
+        run.check_samples()
+
+
+@pytest.mark.slow
+def test_a_run_ends_and_names_the_shortfall_if_no_node_replaces_a_killed_one(
+    tiny_home: Path, tmp_path: Path, instant: float
+):
+    with ray_nodes("train_node", "train_node") as two:
+        run = Run(two, tiny_home, tmp_path / "run")
+        run.wait_for_step()
+        time.sleep(instant)
+        run.kill_node("rank_1")
+        assert run.wait() == 2, run.output.read_text()
+        text = run.output.read_text()
+        assert "pool train asks for 2 x (1 CPU, 0.1 train_node), and 1 of 2 nodes has it" in text
+        assert "after: training rank" in text
 
 
 @pytest.mark.slow
