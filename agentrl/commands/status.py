@@ -141,8 +141,12 @@ def examine_folder(folder: Path) -> Report:
     file = folder / "logs" / STATUS_FILE
     cluster = read_run_status(file) if file.is_file() else None
     start = _newest_start(folder)
-    # A later start without Ray leaves the file of an earlier run on Ray.
-    if cluster is not None and cluster.written >= _time_of(start):
+    # A later start without Ray leaves the file of an earlier run on Ray. A rank of a living driver
+    # can record its start after the driver's last report.
+    if cluster is not None and (
+        cluster.written >= _time_of(start)
+        or not _is_gone(cluster.driver, time.time() - cluster.written)
+    ):
         return _examine_cluster(folder, cluster)
     return _examine_lock(folder, start)
 

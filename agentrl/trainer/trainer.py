@@ -157,6 +157,7 @@ class Trainer:
             self._last.record(self.step, self.summary, unlogged=state.unlogged)
         self.summary.count_preparation(self.components.seconds_prepare)
         self.sync_weights()
+        self._timer.pop_metrics()  # these seconds are of no step
         unlogged = self._last.unlogged
         # If the checkpoint holds metrics that were not logged, log them now and drop a line of that
         # step, which a killed run may have written.

@@ -1,4 +1,4 @@
-"""kill -9 of a rank, its node and the driver at random instants: the documented outcome each time.
+"""kill -9 of a rank, a rollout worker, a node and the driver at random instants, and what follows.
 
 `AGENTRL_CHAOS_INSTANTS` (default 1) is the number of instants of each kind; `make test-chaos` takes
 five. `AGENTRL_CHAOS_SEED` repeats the instants of an earlier run, which prints its seed.
@@ -149,6 +149,28 @@ def test_a_killed_rank_costs_one_restart(
     text = run.output.read_text()
     assert "training rank rank_1" in text
     assert "restart 1 of 1 from the last checkpoint" in text
+    run.check_samples()
+
+
+@pytest.mark.slow
+def test_a_killed_rollout_worker_is_replaced_while_the_run_goes_on(
+    nodes: Nodes, tiny_home: Path, tmp_path: Path, instant: float
+):
+    (pool,) = POOLS
+    run = Run(
+        nodes,
+        tiny_home,
+        tmp_path / "run",
+        rollout__num_workers=2,
+        trainer__max_restarts=0,
+        cluster__pools=[pool | {"roles": ["train", "rollout"]}],
+    )
+    run.wait_for_step()
+    time.sleep(instant)
+    victim = run.victim("rollout_1")
+    victim.kill()
+    assert run.wait() == 0, run.output.read_text()
+    assert "restart 1" not in run.output.read_text()
     run.check_samples()
 
 
