@@ -141,12 +141,9 @@ def examine_folder(folder: Path) -> Report:
     file = folder / "logs" / STATUS_FILE
     cluster = read_run_status(file) if file.is_file() else None
     start = _newest_start(folder)
-    # A later start without Ray leaves the file of an earlier run on Ray. A rank of a living driver
-    # can record its start after the driver's last report.
-    if cluster is not None and (
-        cluster.written >= _time_of(start)
-        or not _is_gone(cluster.driver, time.time() - cluster.written)
-    ):
+    # A later start without Ray leaves the file of an earlier run on Ray. A rank records its start
+    # some periods after the driver's last report, on a busy machine.
+    if cluster is not None and cluster.written + 3 * cluster.period_s >= _time_of(start):
         return _examine_cluster(folder, cluster)
     return _examine_lock(folder, start)
 
