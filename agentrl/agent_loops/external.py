@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from agentrl.agent_loops.gateway import Gateway, GatewaySession
+from agentrl.agent_loops.gateway.sessions import MAX_REWARD
 from agentrl.config.schema.agent import AgentConfig
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.config.secrets import is_secret_name
@@ -435,7 +436,8 @@ def _check_reward(value: Any) -> float | None:
     if value is None:
         return None
     # A JSON integer can have more digits than a float can hold.
-    if isinstance(value, int | float) and abs(value) < 1e300 and math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and abs(value) < MAX_REWARD:
         return float(value)
     raise AgentError(
         f"the agent reports the reward {_shorten(repr(value), 80)}", expected="a finite number"

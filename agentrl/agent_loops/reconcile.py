@@ -22,6 +22,10 @@ LOG_PROB_TOLERANCE = 1e-4
 _RESULT = "an AgentLoopOutput, or a list of them"
 
 
+SampledToken = tuple[int, int]
+"""The index of a call, and the index of a token in its completion."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRun:
     """Tokens `[start, end)` of a response: of one call with one mask, or observed."""
@@ -34,7 +38,15 @@ class TokenRun:
     """Index of the first token in the completion."""
     is_trained: bool = False
     is_repeated: bool = False
-    """Whether an earlier output of the trajectory trains the call."""
+    """Whether an earlier output of the trajectory trains the tokens."""
+
+    @property
+    def tokens(self) -> set[SampledToken]:
+        """The tokens, if a call sampled them."""
+        if self.call is None:
+            return set()
+        length = self.end - self.start
+        return {(self.call.index, n) for n in range(self.offset, self.offset + length)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +62,6 @@ class CheckedSequence:
         """The calls that sampled its tokens, in order."""
         found = {run.call.index: run.call for run in self.runs if run.call is not None}
         return list(found.values())
-
-    @property
-    def num_dropped_tokens(self) -> int:
-        """Tokens of its calls that the loop cut off."""
-        ends = {run.call.index: (run, run.call) for run in self.runs if run.call is not None}
-        return sum(
-            len(call.token_ids) - (run.offset + run.end - run.start) for run, call in ends.values()
-        )
 
 
 def read_outputs(returned: object) -> list[AgentLoopOutput]:
@@ -90,15 +94,15 @@ def _read_output(item: Any, index: int) -> AgentLoopOutput:
 def check_sequence(
     output: AgentLoopOutput,
     manager: AsyncLLMServerManager,
-    trained_before: Collection[int] = (),
+    trained_before: Collection[SampledToken] = frozenset(),
 ) -> CheckedSequence:
     """Check an output against the recorded calls, and find the origin of every token.
 
     Args:
         output: One sequence.
         manager: Has the calls of the request.
-        trained_before: Indices of calls that an earlier output of the trajectory trains. Their
-            tokens are not trained again.
+        trained_before: Tokens that earlier outputs of the trajectory train. They are not trained
+            again.
 
     Raises:
         AgentError: If lengths disagree, a mask is not 0 or 1, an id is not in the vocabulary, or a
@@ -113,8 +117,7 @@ def check_sequence(
             _refuse_trained(output, manager.calls, end, start)
             runs.append(TokenRun(end, start))
         if cover is not None:
-            is_repeated = cover.call is not None and cover.call.index in trained_before
-            runs.extend(_split_by_mask(cover, mask, is_repeated=is_repeated))
+            runs.extend(_split(cover, mask, trained_before))
             end = cover.end
     sequence = CheckedSequence(output.prompt_ids, output.response_ids, runs)
     _check_log_probs(output, sequence)
@@ -151,13 +154,14 @@ def _check_form(output: AgentLoopOutput, manager: AsyncLLMServerManager) -> None
 
 
 def _cover(
-    output: AgentLoopOutput, calls: Sequence[RecordedCall], trained_before: Collection[int]
+    output: AgentLoopOutput, calls: Sequence[RecordedCall], trained_before: Collection[SampledToken]
 ) -> list[TokenRun]:
     """Find the spans of the response that calls sampled, in order and without overlap."""
     prompt_len = len(output.prompt_ids)
     ids = output.prompt_ids + output.response_ids
     best: dict[int, TokenRun] = {}
-    for call in sorted(calls, key=lambda call: call.index in trained_before):
+    repeated = {call for call, _ in trained_before}
+    for call in sorted(calls, key=lambda call: call.index in repeated):
         start = len(call.prompt_ids)
         end = start + _common_length(call.token_ids, ids[start : start + len(call.token_ids)])
         known = best.get(start)
@@ -185,16 +189,21 @@ def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
     )
 
 
-def _split_by_mask(
-    cover: TokenRun, mask: Sequence[int], *, is_repeated: bool
+def _split(
+    cover: TokenRun, mask: Sequence[int], trained_before: Collection[SampledToken]
 ) -> Iterator[TokenRun]:
-    start = cover.start
-    for value, group in groupby(mask[cover.start : cover.end]):
-        end = start + sum(1 for _ in group)
-        offset = cover.offset + start - cover.start
-        is_trained = bool(value) and not is_repeated
-        yield TokenRun(start, end, cover.call, offset, is_trained, is_repeated)
-        start = end
+    """Split a call's tokens by the mask, and by whether an earlier output trains them."""
+    assert cover.call is not None  # `_cover` returns spans of calls
+    index, shift = cover.call.index, cover.offset - cover.start
+
+    def kind(at: int) -> tuple[bool, bool]:
+        is_repeated = (index, at + shift) in trained_before
+        return bool(mask[at]) and not is_repeated, is_repeated
+
+    for (is_trained, is_repeated), group in groupby(range(cover.start, cover.end), kind):
+        places = list(group)
+        start, end = places[0], places[-1] + 1
+        yield TokenRun(start, end, cover.call, start + shift, is_trained, is_repeated)
 
 
 def _refuse_trained(

@@ -4,11 +4,16 @@ Tokens enter through `append_sampled` and `append_observed` only.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from agentrl.agent_loops.output import AgentLoopOutput
-from agentrl.agent_loops.reconcile import CheckedSequence, TokenRun, check_sequence
+from agentrl.agent_loops.reconcile import (
+    CheckedSequence,
+    SampledToken,
+    TokenRun,
+    check_sequence,
+)
 from agentrl.agent_loops.server_manager import AsyncLLMServerManager, RecordedCall
 from agentrl.engines.protocol import FinishReason, VersionSpan
 from agentrl.errors import AgentError
@@ -26,12 +31,12 @@ REPEATED = "trained in another sequence of the trajectory"
 def check_outputs(
     outputs: Sequence[AgentLoopOutput], manager: AsyncLLMServerManager
 ) -> list[CheckedSequence]:
-    """Check all outputs of a trajectory. A call is trained in the first output that trains it.
+    """Check all outputs of a trajectory. A token is trained in the first output that trains it.
 
     Raises:
         AgentError: See `check_sequence`. The message names the output if there are several.
     """
-    trained: set[int] = set()
+    trained: set[SampledToken] = set()
     sequences: list[CheckedSequence] = []
     for index, output in enumerate(outputs):
         try:
@@ -40,7 +45,7 @@ def check_outputs(
             if len(outputs) > 1:
                 error.details["output"] = f"{index} (of {len(outputs)}, counted from 0)"
             raise
-        trained |= {run.call.index for run in sequence.runs if run.call and run.is_trained}
+        trained |= _tokens_of(run for run in sequence.runs if run.is_trained)
         sequences.append(sequence)
     if not any(sequence.calls for sequence in sequences):
         raise AgentError(
@@ -168,25 +173,22 @@ def record_results(
     # The dicts are shared by the group.
     request.extra_info = {**request.extra_info, **last.extra_fields}
     request.columns = {**request.columns, **last.extra_fields}
-    used = {call.index for sequence in sequences for call in sequence.calls}
-    unused = [call for call in manager.calls if call.index not in used]
+    runs = [run for sequence in sequences for run in sequence.runs]
+    returned = _tokens_of(runs)
+    trained = _tokens_of(run for run in runs if run.is_trained)
+    used = {index for index, _ in returned}
+    num_sampled = sum(len(call.token_ids) for call in manager.calls)
     own = last.metrics.model_dump()
     request.metrics |= {
         "agent_loop/num_turns": float(last.num_turns),
         "agent_loop/generate_sequences": float(own["generate_sequences"]),
         "agent_loop/tool_calls": float(own["tool_calls"]),
         "agent_loop/calls": float(len(manager.calls)),
-        "agent_loop/unused_calls": float(len(unused)),
-        "agent_loop/dropped_tokens": float(
-            sum(sequence.num_dropped_tokens for sequence in sequences)
-            + sum(len(call.token_ids) for call in unused)
-        ),
-        "agent_loop/masked_tokens": float(
-            sum(
-                run.end - run.start
-                for sequence in sequences
-                for run in sequence.runs
-                if run.call is not None and not run.is_trained
-            )
-        ),
+        "agent_loop/unused_calls": float(len(manager.calls) - len(used)),
+        "agent_loop/dropped_tokens": float(num_sampled - len(returned)),
+        "agent_loop/masked_tokens": float(len(returned) - len(trained)),
     }
+
+
+def _tokens_of(runs: Iterable[TokenRun]) -> set[SampledToken]:
+    return {token for run in runs for token in run.tokens}

@@ -72,6 +72,7 @@ class AgentLoopRunner:
             source,
             template=context.template,
             vocab_size=len(self._tokenizer),
+            max_calls=self._config.rollout.agent.max_loop_calls,
             is_serial=self._config.rollout.deterministic,
         )
         try:
@@ -94,7 +95,7 @@ class AgentLoopRunner:
     async def _run(
         self, request: AsyncRolloutRequest, context: RolloutContext, manager: AsyncLLMServerManager
     ) -> list[AgentLoopOutput]:
-        """Run the loop in a task of its own, within the request's time and the idle time."""
+        """Run the loop in a task of its own, within its limits of time and calls."""
 
         async def run() -> list[AgentLoopOutput]:
             loop = self._entry.build(self._offer(context) | {"server_manager": manager})
@@ -104,12 +105,15 @@ class AgentLoopRunner:
         name, idle_s = f"agent loop {self._entry.name}", self._config.rollout.agent.loop_timeout_s
         timeout_s = request.budgets.timeout_s or NO_TIMEOUT_S
         bounded = asyncio.create_task(call_bounded(run, timeout_s=timeout_s, name=name))
-        watch = asyncio.create_task(_end_if_idle(bounded, manager, idle_s))
+        watch = asyncio.create_task(_end_at_limit(bounded, manager, idle_s))
         try:
-            return await bounded
+            outputs = await bounded
+            manager.raise_over_limit()  # the loop may have caught the error of its call
+            return outputs
         except asyncio.CancelledError as error:
             if is_cancelled() or not watch.done():
                 raise
+            manager.raise_over_limit()
             raise AgentError(
                 f"the {name} neither returned nor called generate for {idle_s:g} s",
                 key="rollout.agent.loop_timeout_s",
@@ -137,12 +141,14 @@ class AgentLoopRunner:
         return self._shared
 
 
-async def _end_if_idle(
+async def _end_at_limit(
     task: "asyncio.Task[Any]", manager: AsyncLLMServerManager, idle_s: float
 ) -> None:
-    """Cancel a loop that does nothing with the policy for too long."""
-    while (left_s := idle_s - manager.idle_s) > 0:  # noqa: ASYNC110 - time passes, no event
-        await asyncio.sleep(left_s)
+    """Cancel a loop that does nothing with the policy for too long, or calls it too often."""
+    while (left_s := idle_s - manager.idle_s) > 0 and not manager.is_over_limit.is_set():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await manager.is_over_limit.wait()
     task.cancel()
 
 

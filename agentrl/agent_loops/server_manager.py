@@ -104,6 +104,7 @@ class AsyncLLMServerManager:
         source: Generates.
         template: The chat template of the run; for the helpers of `AgentLoopBase`.
         vocab_size: Number of token ids.
+        max_calls: Most calls, those without a token included.
         is_serial: Whether calls wait for each other (`rollout.deterministic`).
     """
 
@@ -114,6 +115,7 @@ class AsyncLLMServerManager:
         *,
         template: ChatTemplate,
         vocab_size: int,
+        max_calls: int,
         is_serial: bool = False,
     ) -> None:
         self.template = template
@@ -122,6 +124,10 @@ class AsyncLLMServerManager:
         self.errors: list[BaseException] = []
         """What calls raised, also if the loop caught it."""
         self.num_calls_after_budget = 0
+        self.is_over_limit = asyncio.Event()
+        """Set as soon as the loop calls more often than it may."""
+        self._max_calls = max_calls
+        self._num_calls = 0
         self._request = request
         self._source = source
         self.vocab_size = vocab_size
@@ -166,7 +172,8 @@ class AsyncLLMServerManager:
 
         Raises:
             AgentError: For media, for tokens that are not in the vocabulary, for a sampling
-                parameter that would make log-probabilities wrong, after the end of the request.
+                parameter that would make log-probabilities wrong, after the end of the request, for
+                a call beyond the limit.
             EngineError: The engine failed.
         """
         await asyncio.sleep(0)  # a loop that ignores errors must not block the event loop
@@ -177,6 +184,10 @@ class AsyncLLMServerManager:
                 else "generate was called on another event loop",
                 expected="a call within `run`, on the event loop of the loop (`self.loop`)",
             )
+        if self._num_calls >= self._max_calls:
+            self.is_over_limit.set()
+            self.raise_over_limit()
+        self._num_calls += 1
         if any(data is not None and len(data) for data in (image_data, video_data, audio_data)):
             raise AgentError("images, videos or audio were given", expected="text only")
         ids = self._read_ids(prompt_ids)
@@ -219,6 +230,19 @@ class AsyncLLMServerManager:
         seconds = self._loop.time() - started
         self.calls.append(RecordedCall(len(self.calls), ids, completion, sampling, parent, seconds))
         return _to_output(completion)
+
+    def raise_over_limit(self) -> None:
+        """Raise if the loop called more often than it may.
+
+        Raises:
+            AgentError: It did.
+        """
+        if self.is_over_limit.is_set():
+            raise AgentError(
+                f"the loop called generate more than {self._max_calls} times",
+                key="rollout.agent.max_loop_calls",
+                expected="a loop that ends, or a larger limit",
+            )
 
     async def close(self) -> None:
         """Refuse further calls, and cancel those that still run."""

@@ -35,6 +35,7 @@ from agentrl.cluster.pools import (
     device_kind,
     make_plugin_pools,
     make_pools,
+    num_local_cpus,
 )
 from agentrl.cluster.ranks import RankEnd, RankFailedError, RankPlace
 from agentrl.cluster.run_status import STATUS_FILE, StatusWriter
@@ -475,11 +476,9 @@ def open_cluster(
     environment = forwarded_variables(config.cluster.runtime_env.env_vars)
     run_id = f"{config.trainer.experiment_name}-{uuid.uuid4().hex[:8]}"
     stop = StopRequest()
-    on_cpus = make_pools(config, "CPU") if config.trainer.device != "cuda" else []
-    min_cpus = sum(pool.nodes * pool.bundle.get("CPU", 0.0) for pool in on_cpus)
     with (
         stop.listening(),
-        connected(config.cluster, min_cpus=min_cpus) as cluster,
+        connected(config.cluster, min_cpus=num_local_cpus(config)) as cluster,
         stop.listening(),  # again: ray.init replaces the handler of SIGTERM
     ):
         say(cluster)

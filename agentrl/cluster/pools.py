@@ -117,6 +117,12 @@ def make_plugin_pools(plugins: Sequence[PlacedPlugin]) -> list[Pool]:
     ]
 
 
+def num_local_cpus(config: RunConfig) -> float:
+    """Count the CPUs that a new cluster on one machine needs if a device of the run is a CPU."""
+    pools = make_pools(config, "CPU") if config.trainer.device != "cuda" else []
+    return sum(pool.nodes * pool.bundle.get("CPU", 0.0) for pool in pools)
+
+
 def _bundle(pool: PoolConfig, kind: DeviceKind, *, most_workers: int) -> dict[str, float]:
     """Return what is reserved on each node of a pool."""
     gpus = pool.devices_per_node if kind == "GPU" else 0

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import cast
 
 from agentrl.config import Purpose, RunConfig, naming_origin, read_config
+from agentrl.config.dead_keys import DeadKey, find_placement_keys
 from agentrl.config.verl import VerlReport
 from agentrl.trainer.setup.plugins import Plugins
+
+NUMBER_OF_RANKS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,17 @@ def uses_cluster(config: RunConfig) -> bool:
     return config.asks_for_cluster and "WORLD_SIZE" not in os.environ
 
 
+def find_ignored_by_torchrun(config: RunConfig) -> list[DeadKey]:
+    """Find keys of a run on Ray under torchrun, unless they ask for as many ranks as it started."""
+    launched = os.environ.get("WORLD_SIZE")
+    if launched is None:
+        return []
+    found = find_placement_keys(config, f"torchrun has started the {launched} ranks of this run")
+    if config.num_ranks == int(launched):
+        found = [dead for dead in found if dead.key not in NUMBER_OF_RANKS]
+    return found
+
+
 def read_run_file(
     path: Path, overrides: Sequence[str], purpose: Purpose, *, starts_now: bool = True
 ) -> RunFile:
@@ -72,5 +86,5 @@ def read_run_file(
         config=config,
         report=report,
         plugins=checked.plugins,
-        notes=checked.notes,
+        notes=(*checked.notes, *map(str, find_ignored_by_torchrun(config))),
     )

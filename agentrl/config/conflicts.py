@@ -187,6 +187,36 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key, reason, f"at most {whole:g}")
 
 
+def _pools(config: RunConfig) -> Iterator[Problem]:
+    """Find pools that do not fit the run. Each reserves machines, so none may be without work."""
+    pools, num_workers = config.cluster.pools, config.rollout.num_workers
+    if not pools:
+        return
+    roles = {role for pool in pools for role in pool.roles}
+    if "train" not in roles:
+        yield Problem("cluster.pools", "no pool has the role train", "a pool for training ranks")
+    if "rollout" not in roles and num_workers is not None:
+        reason = f"is {num_workers}, and no pool of cluster.pools has the role rollout"
+        yield Problem("rollout.num_workers", reason, "a pool with the role rollout, or null")
+    idle: dict[str, str] = {}
+    if num_workers is None:
+        idle["rollout"] = "rollout.num_workers is null"
+    if config.rollout.engine.name != "sglang_server":
+        name = config.rollout.engine.name
+        idle["engine"] = f"rollout.engine.name is {name}, which runs in the training ranks"
+    elif not config.has_own_servers:
+        idle["engine"] = "rollout.engine.sglang_server.addresses has servers that run elsewhere"
+    for index, pool in enumerate(pools):
+        key = f"cluster.pools[{index}]"
+        if "train" in pool.roles and not pool.devices_per_node:
+            reason = f"is 0, and the pool {pool.name} trains"
+            yield Problem(f"{key}.devices_per_node", reason, "at least 1")
+        if idle.keys() >= set(pool.roles):
+            why = ", and ".join(idle[role] for role in pool.roles)
+            reason = f"nothing runs in the pool {pool.name}: {why}"
+            yield Problem(f"{key}.roles", reason, "no such pool, or work for it")
+
+
 def _own_servers(config: RunConfig) -> Iterator[Problem]:
     tp_size = config.rollout.engine.sglang.tp_size
     pools = [pool for pool in config.pools if "engine" in pool.roles]
@@ -293,12 +323,12 @@ _GENERATION: tuple[Check, ...] = (
     _tiny_policy,
     find_scoring_problems,
 )
-VALIDATION_CHECKS: tuple[Check, ...] = (_val_files, _resume, *_GENERATION)
+VALIDATION_CHECKS: tuple[Check, ...] = (_val_files, _resume, _pools, *_GENERATION)
 """The checks under `trainer.val_only`."""
 CHECKS: Mapping[Purpose, tuple[Check, ...]] = {
     Purpose.TRAIN: (
         _train_files, _resume, _steps, find_estimator_problems, find_kl_problems,
-        find_correction_problems, _weights, _packing, _lora, *_GENERATION,
+        find_correction_problems, _weights, _packing, _lora, _pools, *_GENERATION,
     ),
     Purpose.ROLLOUT: _GENERATION,
     Purpose.SFT: (_tiny_policy,),

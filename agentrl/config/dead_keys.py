@@ -23,6 +23,11 @@ from agentrl.config.tables import (
 
 RULES = Path(__file__).with_name("dead_keys.yaml")
 _BUNDLED_PATHS = "agentrl.rewards."
+_PLACEMENT = (
+    "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.max_restarts", "rollout.num_workers",
+    "rollout.worker_timeout_s", "cluster.*",
+)  # fmt: skip
+"""The keys that only a run on Ray reads."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,23 @@ def find_dead_keys_here(config: RunConfig, *, device: str, engine: str) -> list[
     ]
 
 
+def find_placement_keys(config: RunConfig, reason: str) -> list[DeadKey]:
+    """Find the keys of a run on Ray that were set, for a process that does not start one.
+
+    Args:
+        config: The run.
+        reason: Why this process does not use Ray.
+    """
+    if not config.asks_for_cluster:
+        return []
+    known = {dead.key for dead in find_dead_keys(config)}
+    return [
+        DeadKey(key, reason)
+        for key in set_keys(config)
+        if _is_among(key, _PLACEMENT) and key not in known
+    ]
+
+
 def set_keys(section: Section, prefix: str = "") -> Iterator[str]:
     """List the leaf keys that were given (not defaulted), dotted, in the schema's order."""
     for name in type(section).model_fields:
@@ -151,6 +173,7 @@ CONDITIONS: Mapping[str, Callable[[RunConfig], bool]] = {
     ),
     "runs_no_code": lambda c: not may_use(c, "code"),
     "scores_no_math": lambda c: not may_use(c, "math"),
+    "has_no_cluster": lambda c: not c.asks_for_cluster,
     "has_bundled_loss": lambda c: chosen_loss(c) in method_facts().losses,
     "has_one_mini_batch": lambda c: num_mini_batches(c, c.actor) == 1,
     "has_one_critic_mini_batch": lambda c: num_mini_batches(c, c.critic) == 1,

@@ -11,6 +11,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from agentrl.config.schema.run import RunConfig
+from agentrl.doctor.cluster import check_cluster
 from agentrl.doctor.engine import check_end, check_engine, check_rollout, child_pids
 from agentrl.doctor.engine_sync import check_restored, check_sleep, check_sync
 from agentrl.doctor.inputs import (
@@ -91,6 +92,7 @@ def check_parts(checks: CheckRunner, config: Result[RunConfig], stack: ExitStack
     run = checks.run
     local = run("disk", lambda: check_disk(config.need(), stack))
     world = run("device", lambda: check_device(config.need()))
+    run("cluster", lambda: check_cluster(config.need()))
     plugins = run("tools and interactions", lambda: check_plugins(config.need()))
     made = run("prepare", lambda: check_preparation(config.need(), world.need(), plugins))
     tokenizer = run("tokenizer", lambda: check_tokenizer_files(with_model(config.need(), made)))

@@ -9,11 +9,15 @@ prompt; the summary is added to the last user message among them.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from agentrl.answers import without_thought
 from agentrl.config.schema.run import CompactionConfig
 from agentrl.messages import ContentPart, Message
+from agentrl.rollout.request import AsyncRolloutRequest
+
+NO_SPACE = "compaction/no_space_for_"
+"""Beginning of the names of the metrics that `count_no_space` counts."""
 
 
 def continue_from_summary(
@@ -62,6 +66,14 @@ def media_of(
         first, last = (sum(one.part_types.count(kind) for one in some) for some in (opening, later))
         found[kind] = [*values[:first], *values[len(values) - last :]]
     return {kind: values for kind, values in found.items() if values}
+
+
+def count_no_space(
+    request: AsyncRolloutRequest, part: Literal["instruction", "summary", "prompt"]
+) -> None:
+    """Count a compaction that was due and did not happen, because a part of it does not fit."""
+    name = f"{NO_SPACE}{part}"
+    request.metrics[name] = request.metrics.get(name, 0.0) + 1
 
 
 def _add_text(message: Message, text: str) -> Message:

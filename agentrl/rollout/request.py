@@ -314,8 +314,12 @@ class AsyncRolloutRequest(RequestFields):
         """
         if not self.branches:
             return self._turns
-        own = (one for one in self.sequences if one.branch_cause != "delegate")
-        return [turn for one in own for turn in one._turns]
+        helpers = [one.request_id for one in self.branches if one.branch_cause == "delegate"]
+        earlier = tuple(f"{name}#" for name in helpers)  # set aside by them (see `set_aside`)
+        own = (one for one in self.sequences if one.request_id not in helpers)
+        return [
+            turn for one in own if not one.request_id.startswith(earlier) for turn in one._turns
+        ]
 
     def set_aside(
         self, cause: BranchCause, messages: Sequence[Message] = ()
@@ -355,7 +359,7 @@ class AsyncRolloutRequest(RequestFields):
         """Attach a finished request as a branch, and its own branches before it.
 
         If it has no `parent_id`, its parent is this request. It becomes a sample of this request's
-        group.
+        group. If it is not trained, its branches are not trained either.
 
         Raises:
             LedgerError: If it has not ended, or is attached already. Nothing is changed.
@@ -370,6 +374,8 @@ class AsyncRolloutRequest(RequestFields):
         first = next((one for one in [*others, other] if one.parent_id is None), other)
         first.parent_id = first.parent_id or self.request_id
         for one in others:
+            if not other.is_trained:
+                one.dropped = one.dropped or f"{other.request_id} is not trained"
             self._attach(one, one.branch_cause or cause)
         self._attach(other, cause)
 

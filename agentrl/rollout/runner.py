@@ -21,7 +21,7 @@ from agentrl.interactions.registry import select_interaction
 from agentrl.interactions.session import InteractionSession
 from agentrl.messages import CallOutcome, Message
 from agentrl.plugins.cancellation import is_cancelled, wait_despite_cancellation
-from agentrl.rollout.compaction import continue_from_summary, media_of
+from agentrl.rollout.compaction import continue_from_summary, count_no_space, media_of
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.failures import describe_failure, find_fault
 from agentrl.rollout.records import CallRecord, TokenDifference, Turn
@@ -363,6 +363,7 @@ class _Run:
         if turn.finish_reason is FinishReason.ABORT:
             raise EngineAbortError("the engine aborted the call")
         if turn.cut in ("response", "model"):
+            count_no_space(request, "summary")
             return request.nearest_limit
         turn.cut = turn.cut and "summary"
         *history, _, summary = request.messages[len(self.opening_of_sequence) :]
@@ -376,6 +377,7 @@ class _Run:
         planned = template.plan_prompt(messages, request.tool_schemas)
         ids = await template.encode_planned(planned)
         if len(ids) >= request.budgets.max_model_len:
+            count_no_space(request, "prompt")
             return StopReason.MODEL_LENGTH
         media = media_of(messages, self.opening, request.multi_modal_data)
         self._check_tokens(request.set_aside("compaction", messages))
@@ -467,6 +469,8 @@ class _Run:
             if len(asking.ids) < request.num_tokens_left:
                 delta, shown = asking, [*messages, instruction]
                 end = min(at for index, at, _ in delta.message_spans if index == len(messages))
+            else:
+                count_no_space(request, "instruction")
         self.texts.append(lambda: delta.written().text)
         request.messages.extend(shown)
         calls = request.turns[-1].calls

@@ -41,7 +41,7 @@ class Subagents:
 
     Args:
         parent: The request.
-        context: Its context. Sub-agents have no interaction and no compaction.
+        context: Its context. Sub-agents have no interaction, and the compaction of their limits.
         source: Generates the completions.
         drive: Drives a sub-agent.
         num_levels: Levels of sub-agents that may be below the request; None: as the tools say.
@@ -75,7 +75,7 @@ class Subagents:
         levels = min(levels, limits.max_depth) - 1
         tools = self._select(limits.tools, is_last=levels <= 0)
         child = self._make(messages, number, limits, [tool.name for tool in tools])
-        settings = self._context.settings.model_copy(update={"compaction": None})
+        settings = self._context.settings.model_copy(update={"compaction": limits.compaction})
         context = replace(self._context, interactions={}, settings=settings)
         async with self._turn:
             driven = self._drive(child, context, self._source, num_levels=levels)
@@ -148,5 +148,5 @@ def _describe(child: AsyncRolloutRequest) -> SubagentEnd:
         error=None if child.error is None else f"{child.error.kind}: {child.error.message}",
         num_turns=child.num_assistant_turns,
         num_tool_calls=child.num_tool_calls,
-        num_tokens=child.num_response_tokens,
+        num_tokens=sum(turn.num_tokens for turn in child.trajectory_turns),
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
+from agentrl.config.schema.run import CompactionConfig
 from agentrl.config.schema.section import Section
 from agentrl.errors import ConfigError, ToolCallError, ToolError
 from agentrl.messages import Message, OpenAIFunctionToolSchema, ToolResponse
@@ -36,6 +37,9 @@ class DelegateToolConfig(Section):
     """Completions of one sub-agent."""
     max_tool_calls: int | None = Field(default=16, ge=0, strict=True)
     """Tool calls of one sub-agent."""
+    compaction: CompactionConfig | None = None
+    """The keys of `rollout.multi_turn.compaction`, for sub-agents; null: none. Those of the run do
+    not apply to sub-agents."""
 
 
 @dataclass(slots=True)
@@ -95,8 +99,14 @@ class DelegateTool(BundledTool):
             max_assistant_turns=keys.max_assistant_turns,
             max_tool_calls=keys.max_tool_calls,
             max_depth=keys.max_depth,
+            compaction=keys.compaction,
         )
         self._delegations: dict[str, _Delegations] = {}
+
+    @property
+    def has_compaction(self) -> bool:
+        """Whether sub-agents replace their history by summaries."""
+        return self._limits.compaction is not None
 
     def check_tools(self, tools: Iterable[BaseTool]) -> None:
         """Check that the run has the tools of the sub-agents.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from agentrl.config.schema.run import CompactionConfig
 from agentrl.messages import Message
 from agentrl.tools.base import BaseTool
 
@@ -22,12 +23,15 @@ class SubagentLimits:
     tools: Sequence[str] | None = None
     """Names of its tools, of all tools of the run; None: all of them."""
     max_response_tokens: int | None = None
-    """Tokens of its response, sampled and observed; None: as many as the caller's."""
+    """Tokens of the response of one of its sequences, sampled and observed; None: as many as the
+    caller's."""
     max_assistant_turns: int | None = None
     max_tool_calls: int | None = None
     max_depth: int = 1
     """Levels of sub-agents below the trajectory. On the last one, tools that start sub-agents are
     left out."""
+    compaction: CompactionConfig | None = None
+    """How its history is replaced by summaries; None: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,7 @@ class SubagentEnd:
     """Completions."""
     num_tool_calls: int = 0
     num_tokens: int = 0
-    """Tokens of its response."""
+    """Tokens of the responses of its sequences."""
 
 
 class RunSubagent(Protocol):

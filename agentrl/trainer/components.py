@@ -12,7 +12,7 @@ from agentrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
 from agentrl.config import Purpose
 from agentrl.config.checks import check_model_length
 from agentrl.config.conflicts import longest_sequence
-from agentrl.config.dead_keys import find_dead_keys_here, set_keys
+from agentrl.config.dead_keys import find_dead_keys_here, find_placement_keys, set_keys
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.schema.training import ActorConfig, UpdateConfig
 from agentrl.data.order import DataOrder
@@ -131,7 +131,8 @@ def start_components(config: RunConfig, given: Given = NOTHING) -> TrainerCompon
     run_logger = RunLogger(config.trainer, is_main=world.is_main)
     try:
         checked = check_run(config, world_size=world.size, build=given.build_plugins)
-        run_logger.notes([*checked.notes, *check_names_and_engine(config)])
+        ignored = find_placement_keys(config, "only `agentrl train` places a run on Ray")
+        run_logger.notes([*checked.notes, *map(str, ignored), *check_names_and_engine(config)])
         return prepare_components(config, world, run_logger, checked.plugins, given)
     except BaseException:
         run_logger.close()

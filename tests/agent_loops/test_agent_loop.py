@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from agentrl.agent_loops.routing import make_run
 from agentrl.agent_loops.runner import AgentLoopRunner
 from agentrl.config.schema.run import RunConfig
 from agentrl.engines.scripted import ScriptedAnswer
-from agentrl.errors import ConfigError, EngineError, Fault, PluginError
+from agentrl.errors import AgentError, ConfigError, EngineError, Fault, PluginError
 from agentrl.plugins.watchdog import LoopWatchdog
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -427,6 +428,91 @@ async def test_several_outputs_become_sequences_and_no_call_is_trained_twice():
     assert sum(branch.loss_mask) == 9 + branch.turns[-1].num_tokens
     assert sum(request.loss_mask) == request.turns[-1].num_tokens
     assert request.turns[0].excluded == "trained in another sequence of the trajectory"
+
+
+async def test_a_call_that_one_output_cuts_is_trained_to_its_end_in_the_next():
+    class Cutting(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+            ids = await self.apply_chat_template(kwargs["raw_prompt"])
+            call = self.server_manager.generate
+            first = await call("a", prompt_ids=ids, sampling_params=sampling_params)
+            cut = [*first.token_ids[:3], 40]
+            second = await call("a", prompt_ids=[*ids, *cut], sampling_params=sampling_params)
+            return [
+                AgentLoopOutput(
+                    prompt_ids=ids,
+                    response_ids=[*cut, *second.token_ids],
+                    response_mask=[1] * 3 + [0] + [1] * len(second),
+                ),
+                AgentLoopOutput(
+                    prompt_ids=ids,
+                    response_ids=first.token_ids,
+                    response_mask=[1] * len(first),
+                ),
+            ]
+
+    request = await drive(Cutting, HIGH, "again")
+    assert request.stop_reason is StopReason.ANSWERED
+    (branch,) = request.branches
+    num_again = branch.turns[-1].num_tokens
+    assert branch.loss_mask == [1] * 3 + [0] + [1] * num_again
+    assert request.loss_mask == [0] * 3 + [1] * 6
+    assert request.rollout_log_probs[3:] == list(HIGH.log_probs or ())[3:]
+    assert request.turns[1].finish_reason is not None
+    assert [message.role for message in request.messages] == ["user", "assistant"]
+    for name in ("unused_calls", "dropped_tokens", "masked_tokens"):
+        assert request.metrics[f"agent_loop/{name}"] == 0
+
+
+class Calling(AgentLoopBase):
+    """Calls the policy without end; `catches` says whether it ignores what a call raises."""
+
+    catches = False
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        ids = await self.apply_chat_template(kwargs["raw_prompt"])
+        while True:
+            try:
+                await self.server_manager.generate(
+                    "a", prompt_ids=ids, sampling_params=sampling_params
+                )
+            except AgentError:
+                if not self.catches:
+                    raise
+
+
+class Returning(TurnsLoop):
+    """Catches what its third call raises, and returns what it has."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        output = await super().run(sampling_params, **kwargs)
+        with suppress(AgentError):
+            await self.server_manager.generate(
+                "a", prompt_ids=output.prompt_ids, sampling_params=sampling_params
+            )
+        return output
+
+
+@pytest.mark.parametrize(
+    "loop", [Calling, type("Catching", (Calling,), {"catches": True}), Returning]
+)
+async def test_a_loop_that_calls_too_often_fails_its_request(loop: type[AgentLoopBase]):
+    engine_calls: list[str] = []
+
+    def script(ids: Any, sampling: Any, request_id: str, turn: int) -> str:
+        engine_calls.append(request_id)
+        return "Again."
+
+    context = make_context(make_scripted(script))
+    config = config_of(max_loop_calls=2)
+    runner = AgentLoopRunner(LoopEntry("mine", loop), config, tiny_tokenizer())
+    async with asyncio.timeout(20):
+        request = await runner(make_request(), context, context.engine)
+    assert len(engine_calls) == 2
+    assert request.error is not None
+    assert request.error.fault is Fault.AGENT
+    assert "generate more than 2 times" in request.error.message
+    assert "rollout.agent.max_loop_calls" in request.error.message
 
 
 class BlockingLoop(Hanging):

@@ -232,7 +232,9 @@ async def test_reward_is_the_last_json_line_that_has_one(gateway, tmp_path, line
     assert request.agent_reward == reward
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", '"much"', "1" + "0" * 400, "[1]"])
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", '"0.5"', "true", "1e305", "1" + "0" * 400, "[1]"]
+)
 async def test_reward_that_is_no_number_fails_the_request(gateway, tmp_path, value):
     line = '{"reward": ' + value + "}"
     request = await run_program(gateway, tmp_path, f"ask()\nprint({line!r})")
@@ -245,6 +247,10 @@ async def test_reward_that_is_no_number_fails_the_request(gateway, tmp_path, val
 async def test_posted_reward_counts_unless_a_line_is_printed(gateway, tmp_path):
     request = await run_program(gateway, tmp_path, "ask()\npost('/reward', {'reward': 0.75})")
     assert request.agent_reward == 0.75
+    posts = "ask()\npost('/reward', {'reward': 0.75})\npost('/reward', {'reward': 0.5})"
+    assert (await run_program(gateway, tmp_path, posts)).agent_reward == 0.5
+    both = f"{posts}\nprint('{{\"reward\": 0.25}}')"
+    assert (await run_program(gateway, tmp_path, both)).agent_reward == 0.25
 
 
 async def test_processes_that_the_agent_leaves_are_killed(gateway, tmp_path):
@@ -463,6 +469,7 @@ KINDS = {
     "fork": "ask()\nfor _ in range(20):\n  if os.fork() == 0: time.sleep(300)\nos.kill(0, 9)",
     "daemon": "ask()\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0: time.sleep(300)",
     "garbage": "post('/chat/completions', None); os.write(1, os.urandom(65536)); sys.exit(9)",
+    "rewrite": "ask('One?')\nmessages = row['prompt']\nask('Two?')",
 }
 EXPECTED = {
     "fine": StopReason.ANSWERED,
@@ -472,6 +479,8 @@ EXPECTED = {
     "flood": StopReason.FAILED,
     "fork": StopReason.FAILED,
     "daemon": StopReason.ANSWERED,
+    "garbage": StopReason.FAILED,
+    "rewrite": StopReason.ANSWERED,
 }
 
 
@@ -487,8 +496,9 @@ async def test_each_of_64_agents_that_misbehave_loses_its_own_request_only(gatew
     command = program(tmp_path, source)
     await drive(gateway, context, *requests, command=command, timeout_s=30.0)
     for kind, request in zip(chosen, requests, strict=True):
-        assert request.stop_reason is EXPECTED.get(kind, request.stop_reason), (kind, request.error)
+        assert request.stop_reason is EXPECTED[kind], (kind, request.error)
         assert kind != "fine" or request.agent_reward == 1.0
+        assert len(request.branches) == (kind == "rewrite")
         if request.error is not None and request.stop_reason is StopReason.FAILED:
             assert request.error.fault is Fault.AGENT
     left = [one for one in psutil.process_iter(["cmdline"])

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.algorithms import kl_penalty
+from agentrl.commands.run_file import find_ignored_by_torchrun
 from agentrl.config import (
     Purpose,
     check_config,
@@ -19,7 +20,13 @@ from agentrl.config import (
     find_idle_tools,
     parse_config,
 )
-from agentrl.config.dead_keys import CONDITIONS, RULES, find_dead_keys_here, set_keys
+from agentrl.config.dead_keys import (
+    CONDITIONS,
+    RULES,
+    find_dead_keys_here,
+    find_placement_keys,
+    set_keys,
+)
 from agentrl.config.problems import known_keys
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.schema.training import KlLossType
@@ -271,12 +278,113 @@ DEAD = [
     ),
     ("trainer.max_ckpt_to_keep", {"trainer": {"max_ckpt_to_keep": 2}}),
     ("trainer.resume_from_path", {"trainer": {"resume_from_path": "p"}}),
+    ("trainer.max_restarts", {"trainer": {"max_restarts": 2}}),
+    ("rollout.num_workers", {"rollout": {"num_workers": 1}}),
+    ("rollout.worker_timeout_s", {"rollout": {"worker_timeout_s": 9}}),
+    ("cluster.heartbeat_s", {"cluster": {"heartbeat_s": 9}}),
+    ("cluster.runtime_env.env_vars", {"cluster": {"runtime_env": {"env_vars": ["A"]}}}),
 ]  # fmt: skip
+POOLS = [{"name": "a", "roles": ["train", "rollout"]}]
 
 
 @pytest.mark.parametrize(("key", "sections"), DEAD)
 def test_unused_keys_a_key_without_effect_is_reported(key, sections):
     assert key in dead(**sections)
+
+
+def test_unused_keys_of_a_run_on_ray():
+    worker = {"worker_timeout_s": 9}
+    assert dead(cluster={"pools": POOLS}, trainer={"nnodes": 2, "n_gpus_per_node": 4}) == {
+        "trainer.nnodes", "trainer.n_gpus_per_node",
+    }  # fmt: skip
+    assert dead(cluster={"address": "auto"}, rollout=worker) == {"rollout.worker_timeout_s"}
+    assert not dead(cluster={"heartbeat_s": 9}, rollout=worker | {"num_workers": 2})
+    assert not dead(cluster={"address": "auto"}, rollout=worker | {"num_workers": 1})
+    elsewhere = {"address": "head:6379", "object_store_bytes": 10**8}
+    assert dead(cluster=elsewhere) == {"cluster.object_store_bytes"}
+    assert not dead(cluster=elsewhere | {"address": "local"})
+    assert dead(cluster={"address": "auto", "runtime_env": {"excludes": ["*.bin"]}}) == {
+        "cluster.runtime_env.excludes"
+    }
+
+
+def test_unused_keys_of_a_run_on_ray_in_a_process_that_starts_none():
+    config = config_of(
+        cluster={"address": "auto", "object_store_bytes": 10**8},
+        trainer={"n_gpus_per_node": 4},
+        rollout={"num_workers": 2},
+    )
+    found = {dead.key: dead.reason for dead in find_placement_keys(config, "because")}
+    assert found == dict.fromkeys(
+        ["rollout.num_workers", "trainer.n_gpus_per_node", "cluster.address"], "because"
+    )
+    assert not find_placement_keys(config_of(trainer={"n_gpus_per_node": 1}), "because")
+
+
+@pytest.mark.parametrize(
+    ("launched", "keys"),
+    [
+        (None, set()),
+        ("2", {"trainer.n_gpus_per_node", "rollout.num_workers"}),
+        ("4", {"rollout.num_workers"}),
+    ],
+)
+def test_unused_keys_under_torchrun(
+    monkeypatch: pytest.MonkeyPatch, launched: str | None, keys: set[str]
+):
+    if launched is not None:
+        monkeypatch.setenv("WORLD_SIZE", launched)
+    config = config_of(trainer={"n_gpus_per_node": 4}, rollout={"num_workers": 2})
+    assert {dead.key for dead in find_ignored_by_torchrun(config)} == keys
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"cluster": {"pools": [{"name": "a", "roles": ["rollout"]}]},
+             "rollout": {"num_workers": 2}},
+            "cluster.pools: no pool has the role train",
+        ),
+        (
+            {"cluster": {"pools": [{"name": "a", "roles": ["train"]}]},
+             "rollout": {"num_workers": 2}},
+            "rollout.num_workers: is 2, and no pool of cluster.pools has the role rollout",
+        ),
+        (
+            {"cluster": {"pools": [*POOLS, {"name": "b", "roles": ["rollout"]}]}},
+            "cluster.pools[1].roles: nothing runs in the pool b: rollout.num_workers is null",
+        ),
+        (
+            {"cluster": {"pools": [*POOLS, {"name": "b", "roles": ["engine"]}]},
+             "rollout": {"engine": {"name": "transformers"}}},
+            "nothing runs in the pool b: rollout.engine.name is transformers",
+        ),
+        (
+            {"cluster": {"pools": [*POOLS, {"name": "b", "roles": ["engine"]}]},
+             "rollout": {"engine": {"name": "sglang_server",
+                                    "sglang_server": {"addresses": ["http://a:1"]}}}},
+            "nothing runs in the pool b: rollout.engine.sglang_server.addresses has servers",
+        ),
+        (
+            {"cluster": {"pools": [{"name": "a", "devices_per_node": 0, "roles": ["train"]}]}},
+            "cluster.pools[0].devices_per_node: is 0, and the pool a trains",
+        ),
+    ],
+)  # fmt: skip
+def test_pools_that_do_not_fit_the_run_are_refused(sections: dict, message: str):
+    [problem] = find_conflicts(config_of(**sections))
+    assert message in str(problem)
+
+
+def test_pools_with_work_are_accepted():
+    pools = [
+        {"name": "learn", "roles": ["train"]},
+        {"name": "serve", "roles": ["engine"]},
+        {"name": "tools", "devices_per_node": 0, "roles": ["rollout"]},
+    ]
+    rollout = {"num_workers": 2, "engine": {"name": "sglang_server"}}
+    assert not find_conflicts(config_of(cluster={"pools": pools}, rollout=rollout))
 
 
 def test_unused_keys_the_keys_that_an_external_agent_does_not_read_are_dead():

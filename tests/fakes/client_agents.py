@@ -35,7 +35,7 @@ FIRST_CALLS = {
 }
 """What the model asks of each client's tool. Each tool answers 42."""
 
-MAX_MODEL_LEN = 12_288  # mini-swe-agent's own prompt has 8,000 of these small tokens
+CLIENT_MODEL_LEN = 12_288  # mini-swe-agent's own prompt has 8,000 of these small tokens
 
 
 def agents_python() -> str:
@@ -69,7 +69,7 @@ async def run_client(
 
 def random_policy_for_clients() -> Qwen2ForCausalLM:
     """A model of random weights with room for a client's prompts."""
-    return tiny_model(vocab_size=len(tiny_tokenizer()), max_position_embeddings=MAX_MODEL_LEN)
+    return tiny_model(vocab_size=len(tiny_tokenizer()), max_position_embeddings=CLIENT_MODEL_LEN)
 
 
 class _CallsFirst:
@@ -98,10 +98,10 @@ async def check_client_trains_what_was_sampled(
     all that follow, behind the tool's result and behind what the client makes of its own words.
     """
     source = _CallsFirst(engine, FIRST_CALLS[name])
-    budgets = Budgets(max_model_len=MAX_MODEL_LEN, max_turn_tokens=80)
+    budgets = Budgets(max_model_len=CLIENT_MODEL_LEN, max_turn_tokens=80)
     request = make_request("What is 6 * 7?", budgets=budgets, seed=5)
     limits = {"provider": "subprocess", "trusted": True, "memory_bytes": 4 << 30}
-    context = make_context(engine, max_prompt_tokens=MAX_MODEL_LEN, max_assistant_turns=4)
+    context = make_context(engine, max_prompt_tokens=CLIENT_MODEL_LEN, max_assistant_turns=4)
     await run_client(name, context, source, request, sandbox=limits)
     expected_end = (StopReason.ANSWERED, StopReason.MAX_ASSISTANT_TURNS)
     assert request.stop_reason in expected_end, (request.error, request.agent_run)

@@ -128,6 +128,37 @@ async def test_history_that_leaves_no_room_for_the_instruction_is_not_compacted(
     )
     assert not request.branches
     assert request.stop_reason is StopReason.ANSWERED
+    assert request.metrics["compaction/no_space_for_instruction"] == 1
+
+
+async def test_summary_that_reaches_the_limit_ends_the_request_and_is_counted() -> None:
+    first = await roll_out(make_engine(CALL, "one", "Rain."), compaction={"trigger_tokens": 10})
+    asked = first.branches[0].turns[-1].start
+    request = await roll_out(
+        make_engine(CALL, "a long summary"),
+        compaction={"trigger_tokens": 10},
+        budgets=Budgets(max_response_tokens=asked + 4),
+    )
+    assert request.stop_reason is StopReason.RESPONSE_BUDGET
+    assert request.turns[-1].is_compaction
+    assert request.is_trained
+    assert request.metrics["compaction/no_space_for_summary"] == 1
+
+
+async def test_next_prompt_that_does_not_fit_ends_the_request_and_is_counted() -> None:
+    long = "one " * 40
+    whole = await roll_out(make_engine(CALL, long, "Rain."), compaction={"trigger_tokens": 10})
+    (branch,) = whole.branches
+    heading = "long heading " * 40
+    request = await roll_out(
+        make_engine(CALL, long),
+        compaction={"trigger_tokens": 10, "heading": heading},
+        budgets=Budgets(max_model_len=len(branch.input_ids) + 1),
+    )
+    assert request.stop_reason is StopReason.MODEL_LENGTH
+    assert not request.branches
+    assert request.is_trained
+    assert request.metrics["compaction/no_space_for_prompt"] == 1
 
 
 async def test_failure_after_a_compaction_trains_nothing() -> None:

@@ -1,7 +1,6 @@
 """The session of one request: its key, its calls in progress, its limits, and what it reported."""
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,8 +31,12 @@ class GatewaySettings(GatewayConfig):
         return cls(host=host, port=port, **config.model_dump())
 
 
+MAX_REWARD = 1e300
+"""Larger rewards of agents are errors: their sums would not be finite."""
+
+
 class _Reward(Body):
-    reward: float = Field(allow_inf_nan=False)
+    reward: float = Field(strict=True, gt=-MAX_REWARD, lt=MAX_REWARD)
 
 
 @dataclass(eq=False, slots=True)
@@ -197,11 +200,10 @@ class GatewaySession:
         """Store the reward that the agent posted.
 
         Raises:
-            CallError: If the body is not `{"reward": number}`; further fields are kept.
+            CallError: If the body is not `{"reward": number}`, with a finite number. Further fields
+                are kept.
         """
         given = read_body(_Reward, body)
-        if not math.isfinite(given.reward):
-            raise CallError("reward: expected a finite number", code="invalid_request")
         self.reported_reward, self.reported = given.reward, given.model_dump()
 
     async def end(self) -> None:

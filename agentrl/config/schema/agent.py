@@ -51,6 +51,9 @@ class AgentConfig(Section):
     loop_timeout_s: float = Field(default=600.0, gt=0)
     """Most seconds for which an agent loop may neither return nor call the policy (its tools, its
     environment). The time of completions does not count."""
+    max_loop_calls: int = Field(default=1024, ge=1)
+    """Most calls of `generate` by the agent loop of one request. A loop that calls more often fails
+    its request."""
     command: list[str] | None = Field(default=None, min_length=1)
     """Program and arguments of an agent that speaks to the gateway; one process for each request.
     `{base_url}`, `{anthropic_base_url}`, `{key}`, `{model}`, `{row}` (a file) and `{request_id}`

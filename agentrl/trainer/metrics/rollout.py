@@ -25,6 +25,7 @@ from agentrl.errors import Fault
 from agentrl.messages import CallOutcome
 from agentrl.rewards import Source
 from agentrl.rewards.rendering import NUM_CUT_TOKENS, NUM_TOKENS
+from agentrl.rollout.compaction import NO_SPACE
 from agentrl.rollout.failures import FAILED, NEVER_RAN
 from agentrl.rollout.records import CallRecord, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -101,9 +102,14 @@ def _turn_metrics(requests: Requests) -> MetricDict:
 def _branch_metrics(requests: Requests) -> MetricDict:
     """Count the sequences of trajectories, by cause; nothing if every trajectory has one."""
     causes = Counter(one.branch_cause for request in requests for one in request.branches)
+    missed = Counter[str]()
+    for one in (one for request in requests for one in request.sequences):
+        missed.update({n: int(v) for n, v in one.metrics.items() if n.startswith(NO_SPACE)})
+    metrics: MetricDict = {f"rollout/{name}": SumMetric(float(n)) for name, n in missed.items()}
     if not causes:
-        return {}
+        return metrics
     return {
+        **metrics,
         **mean_max_min("rollout/sequences", [len(request.sequences) for request in requests]),
         **{f"rollout/branches/{c}": SumMetric(float(causes[c])) for c in causes if c is not None},
     }
@@ -165,8 +171,9 @@ def _version_metrics(requests: Requests) -> MetricDict:
 
 
 def _check_metrics(requests: Requests) -> MetricDict:
-    """Findings of the tokenization check, over the requests that were checked."""
-    different = [len(request.differences) for request in requests if request.is_checked]
+    """Findings of the tokenization check, over the sequences that were checked."""
+    checked = [one for request in requests for one in request.sequences if one.is_checked]
+    different = [len(one.differences) for one in checked]
     if not different:
         return {}
     return {

@@ -25,6 +25,7 @@ from agentrl.rollout.templates import (
 )
 from agentrl.rollout.tool_calls import ToolCaller
 from agentrl.rollout.tool_parsers import ToolParser, get_tool_parser
+from agentrl.tools.delegate_tool import DelegateTool
 from agentrl.trainer.setup.plugins import Plugins
 from agentrl.workers.tokenizer import find_model_stops, load_tokenizer
 
@@ -127,7 +128,8 @@ def template_needs(config: RunConfig, plugins: Plugins) -> TemplateNeeds:
     return TemplateNeeds(
         tools=has_tools and by_role,
         interaction=bool(plugins.interactions) or (has_tools and not by_role),
-        compaction=config.rollout.multi_turn.compaction is not None,
+        compaction=config.rollout.multi_turn.compaction is not None
+        or any(isinstance(tool, DelegateTool) and tool.has_compaction for tool in plugins.tools),
         on_rewritten_history=config.model.on_rewritten_history,
         sanity_check=config.rollout.multi_turn.tokenization_sanity_check_mode,
     )

@@ -153,8 +153,10 @@ async def test_the_agent_reports_a_reward() -> None:
         await api.post("/reward", body={"reward": 0.5, "why": "fast"}, cast_to=dict)
         assert served.session.reported_reward == 0.5
         assert served.session.reported == {"reward": 0.5, "why": "fast"}
-        with pytest.raises(openai.BadRequestError, match="reward"):
-            await api.post("/reward", body={"reward": "high"}, cast_to=dict)
+        for wrong in ("high", "0.5", True, None, 1e305, 10**400):
+            with pytest.raises(openai.BadRequestError, match="reward"):
+                await api.post("/reward", body={"reward": wrong}, cast_to=dict)
+        assert served.session.reported_reward == 0.5
 
 
 async def test_models_are_listed() -> None:

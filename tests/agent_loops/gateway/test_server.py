@@ -244,7 +244,7 @@ async def test_a_client_that_leaves_in_a_stream_and_asks_again_gets_the_same_com
     assert all(served.request.loss_mask)
 
 
-async def test_processes_that_fork_a_history_train_each_completion_once() -> None:
+async def test_clients_that_fork_a_history_train_each_completion_once() -> None:
     """Eight clients with one key share the first turns, and go on with words of their own."""
     num_clients, num_calls = 8, 3
 

@@ -9,7 +9,9 @@ import pytest
 
 from agentrl.engines.sglang.arguments import SGLangNeeds
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
+from tests.fakes.client_agents import CLIENT_MODEL_LEN, random_policy_for_clients
 from tests.fakes.engines import tiny_model
+from tests.fakes.plugins import tiny_tokenizer
 from tests.fakes.serve_command import Serving
 from tests.fakes.sglang_policy import letter_tokenizer, save_policy
 
@@ -35,6 +37,20 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
         model_path=str(folder), max_model_len=MAX_MODEL_LEN, max_requests=64, dtype="float32"
     )
     engine = SGLangEngine.start(needs, letter_tokenizer(), bucket_bytes=20_000)
+    yield engine
+    engine._host.close()
+
+
+@pytest.fixture(scope="session")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    """An engine with `random_policy_for_clients`, whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("agents") / "policy"
+    random_policy_for_clients().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    needs = SGLangNeeds(
+        model_path=str(folder), max_model_len=CLIENT_MODEL_LEN, max_requests=8, dtype="float32"
+    )
+    engine = SGLangEngine.start(needs, tiny_tokenizer(), bucket_bytes=20_000)
     yield engine
     engine._host.close()
 
