@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from agentrl.agent_loops.gateway import Gateway, GatewaySession
 from agentrl.agent_loops.gateway.sessions import MAX_REWARD
@@ -35,9 +36,10 @@ from agentrl.rollout.records import AgentRun
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 from agentrl.sandbox.base import Execution, ExecutionEnd
-from agentrl.sandbox.factory import SharedSandbox
+from agentrl.sandbox.factory import SharedSandbox, check_sandbox
 
 ROW_FILE = "row.json"
+_ISOLATED = Path(__file__).with_name("isolated.py")
 _MAX_KEPT_CHARS = 4000
 _UNLIMITED = 1 << 48
 _NOT_INHERITED = (
@@ -143,10 +145,10 @@ class ExternalAgent:
         self._gateway = gateway
         self._run: RunAgent
         if config.command is not None:
-            self._run = AgentProgram(config, config.command)
+            self._run = AgentProgram(config, config.command, gateway)
         elif config.isolation == "process":
             _load_function(config)
-            self._run = AgentProgram(config, _calling(str(config.python)))
+            self._run = AgentProgram(config, _calling(str(config.python)), gateway)
         else:
             self._run = AgentFunction(str(config.python), _load_function(config))
 
@@ -274,24 +276,39 @@ class AgentProgram:
     Args:
         config: `rollout.agent`.
         command: The program and its arguments.
+        gateway: The gateway, which an isolated program reaches by a socket.
 
     Raises:
         ConfigError: If the program or a file does not exist.
         SandboxError: If the sandbox is not available.
     """
 
-    def __init__(self, config: AgentConfig, command: list[str]) -> None:
-        self._sandbox = SharedSandbox(config.sandbox or _NO_SANDBOX)
+    def __init__(self, config: AgentConfig, command: list[str], gateway: Gateway) -> None:
+        limits = config.sandbox or _NO_SANDBOX
+        self._is_isolated = limits.provider == "bubblewrap"
+        if self._is_isolated:
+            check_sandbox(limits, key="rollout.agent.sandbox")
+            limits = limits.model_copy(update={"provider": "subprocess", "trusted": True})
+        self._gateway = gateway
+        self._sandbox = SharedSandbox(limits)
         self._command = _absolute(command)
+        self._readable = _readable(self._command)
         self._env = {**_inherited(), **config.env}
         self._files = {path.name: _read_file(path) for path in config.files}
 
     async def __call__(self, record: AgentRecord, timeout_s: float) -> _Outcome:
         """Run the program once."""
         row = json.dumps(record.row)
+        command = [record.fill(argument) for argument in self._command]
+        if self._is_isolated:
+            path, port = await self._gateway.open_socket(), urlsplit(record.base_url).port
+            command = [
+                *(sys.executable, str(_ISOLATED), str(path), str(port)),
+                *(*self._readable, "--", *command),
+            ]
         try:
             execution = await self._sandbox.get().run_program(
-                [record.fill(argument) for argument in self._command],
+                command,
                 files={**self._files, ROW_FILE: row},
                 stdin=row,
                 env={**self._env, **record.environment},
@@ -361,6 +378,22 @@ def _absolute(command: list[str]) -> list[str]:
         )
     files = (str(Path(each).resolve()) if Path(each).is_file() else each for each in arguments)
     return [os.path.abspath(found), *files]
+
+
+def _readable(command: Sequence[str]) -> list[str]:
+    """List what an isolated command may read: its program and the files among its arguments.
+
+    Of a program in a virtual environment, that is the environment and its Python.
+    """
+    program, *arguments = map(Path, command)
+    readable = [one for one in arguments if one.is_file()]
+    environment = program.parent.parent
+    settings = environment / "pyvenv.cfg"
+    if not settings.is_file():
+        return [str(one) for one in (program, *readable)]
+    named = [line.partition("=") for line in settings.read_text(encoding="utf-8").splitlines()]
+    homes = [Path(value.strip()) for name, _, value in named if name.strip() == "home"]
+    return [str(one) for one in (environment, *(home.parent for home in homes), *readable)]
 
 
 def _read_file(path: Path) -> str:

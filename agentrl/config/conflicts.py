@@ -28,8 +28,14 @@ from agentrl.errors import did_you_mean
 
 Check = Callable[[RunConfig], Iterator[Problem]]
 _FUNCTIONS = "reward.functions"
-BY_ROW = frozenset({"gspo", "luspo", "geo_mean", "geo_mean_verl", "vespo", "bypass_mode"})
-"""Bundled losses of which a token's loss depends on the other tokens of its row."""
+BY_ROW = frozenset(
+    {
+        *("gspo", "luspo", "geo_mean", "geo_mean_verl", "vespo", "bypass_mode"),
+        *("clip_cov_verl", "kl_cov_verl"),
+    }
+)
+"""Bundled losses of which a token's loss depends on the other tokens of its row, or on the rows of
+its micro-batch."""
 _CUSTOM = "reward.custom_reward_function"
 
 
@@ -156,7 +162,7 @@ def _compaction(config: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.trigger_tokens", reason, expected)
     loss = config.actor.policy_loss.loss_mode
     if loss in BY_ROW and config.algorithm.segment_credit == "trajectory":
-        reason = f"is {loss}, which takes a ratio of a sequence, and {key} makes several of one"
+        reason = f"is {loss}, which depends on rows as a whole, and {key} makes several of one"
         expected = "a loss of single tokens, or algorithm.segment_credit: final"
         yield Problem("actor.policy_loss.loss_mode", reason, expected)
 

@@ -121,7 +121,7 @@ class Actor:
             return
         if self.updater.world.max([float(rows.has_split_trajectory())])[0]:
             raise ConfigError(
-                f"the loss {name!r} takes a ratio of each sequence, and a trajectory has several "
+                f"the loss {name!r} depends on rows as a whole, and a trajectory has several "
                 "sequences (compaction, sub-agents, rewritten history)",
                 key="actor.policy_loss.loss_mode",
                 expected="a loss of single tokens, or algorithm.segment_credit: final",

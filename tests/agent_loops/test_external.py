@@ -24,6 +24,7 @@ from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
+from agentrl.sandbox.factory import unavailable_reason
 from tests.fakes.plugins import make_context, make_engine, make_request
 
 ASK = """
@@ -456,6 +457,84 @@ def test_function_that_does_not_exist_is_an_error_at_start():
         ExternalAgent(AgentConfig(python=f"{HERE}:solv"), Gateway())
     with pytest.raises(ConfigError, match="a function that takes an AgentRecord"):
         ExternalAgent(AgentConfig(python=f"{HERE}:ASK"), Gateway())
+
+
+# Isolated programs.
+
+BUBBLEWRAP = {"provider": "bubblewrap", "memory_bytes": 4 << 30}
+needs_bubblewrap = pytest.mark.skipif(
+    unavailable_reason("bubblewrap") is not None, reason="bubblewrap cannot isolate code here"
+)
+
+
+@needs_bubblewrap
+async def test_isolated_program_reaches_the_gateway_and_nothing_else(gateway, tmp_path):
+    """It asks twice; its own files are writable, others and other processes are not there."""
+    source = """
+    import glob, socket
+    ask()
+    ask('More?')
+    def is_refused(work):
+        try:
+            work()
+        except OSError:
+            return True
+    open("made.txt", "w").write("mine")
+    print(json.dumps({
+        "secret": is_refused(lambda: open(SECRET)),
+        "home": is_refused(lambda: os.listdir(os.path.dirname(SECRET) + "/elsewhere")),
+        "write": is_refused(lambda: open(sys.argv[0], "a")),
+        "network": is_refused(lambda: socket.create_connection(("127.0.0.1", OTHER), 2)),
+        "pids": len([p for p in glob.glob("/proc/[0-9]*")]) < 6,
+        "reward": 0.5,
+    }))
+    """
+    secret = tmp_path / "secret.txt"
+    secret.write_text("hidden")
+    (tmp_path / "elsewhere").mkdir()
+    other = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = other.sockets[0].getsockname()[1]
+    source = source.replace("SECRET", repr(str(secret))).replace("OTHER", str(port))
+    async with other:
+        request = await run_program(gateway, tmp_path, source, sandbox=BUBBLEWRAP)
+    assert request.stop_reason is StopReason.ANSWERED, (request.error, request.agent_run)
+    assert request.num_assistant_turns == 2
+    assert request.agent_run is not None
+    found = json.loads(request.agent_run.stdout)
+    assert found == dict.fromkeys(["secret", "home", "write", "network", "pids"], True) | {
+        "reward": 0.5
+    }
+
+
+@needs_bubblewrap
+async def test_isolated_program_keeps_its_exit_code_and_output(gateway, tmp_path):
+    source = "ask()\nprint('said', flush=True)\nsys.exit(3)"
+    request = await run_program(gateway, tmp_path, source, sandbox=BUBBLEWRAP)
+    assert request.agent_run is not None
+    assert (request.agent_run.exit_code, request.agent_run.stdout) == (3, "said\n")
+    assert request.stop_reason is StopReason.FAILED
+
+
+@needs_bubblewrap
+async def test_isolated_program_that_is_late_is_killed_with_its_children(gateway, tmp_path):
+    source = "ask()\nif os.fork() == 0: os.setsid()\ntime.sleep(300)"
+    request = await run_program(gateway, tmp_path, source, sandbox=BUBBLEWRAP, timeout_s=3.0)
+    assert request.stop_reason is StopReason.WALL_CLOCK
+
+    def left() -> list[Any]:
+        return [one for one in psutil.process_iter(["cmdline"])
+                if str(tmp_path) in " ".join(one.info["cmdline"] or ())]  # fmt: skip
+
+    async with asyncio.timeout(5):
+        while left():  # noqa: ASYNC110 - of the system, which tells nobody
+            await asyncio.sleep(0.05)
+
+
+def test_only_commands_are_isolated():
+    with pytest.raises(ValueError, match="isolates a `command` only"):
+        AgentConfig.model_validate({"python": "a:b", "sandbox": BUBBLEWRAP})
+    with pytest.raises(ValueError, match="write bubblewrap"):
+        AgentConfig.model_validate({"command": ["python"], "sandbox": {"provider": "auto"}})
 
 
 # Many at once.

@@ -11,6 +11,7 @@ from transformers import Qwen2ForCausalLM
 
 from agentrl.engines import TransformersEngine
 from agentrl.rollout.states import StopReason
+from agentrl.sandbox.factory import unavailable_reason
 from tests.fakes.client_agents import (
     FIRST_CALLS,
     check_client_trains_what_was_sampled,
@@ -79,7 +80,9 @@ async def test_client_trains_exactly_the_sampled_tokens(name: str, counted: dict
 async def test_mini_swe_agent_edits_a_file_of_its_folder() -> None:
     context = make_context(make_engine(*EDITS), max_prompt_tokens=16_384)
     request = make_request("Write solution.py: x is 42.")
-    limits = {"provider": "subprocess", "trusted": True, "memory_bytes": 4 << 30}
+    limits = {"provider": "bubblewrap", "memory_bytes": 4 << 30}
+    if unavailable_reason("bubblewrap") is not None:
+        limits |= {"provider": "subprocess", "trusted": True}
     await run_agent("mini_swe_agent", context, context.engine, request, sandbox=limits)
     assert not request.branches
     assert differences(request) == {"completions": 3, "sequences": 1}

@@ -325,10 +325,11 @@ def test_infinities_of_both_signs_are_a_sum_that_is_not_finite(world: World):
     assert math.isnan(sums.totals(world)["loss"])
 
 
-def test_loss_with_a_ratio_of_the_row_refuses_split_trajectories(world: World):
-    actor = make_actor(make_policy(world), Layout(budget=30), policy_loss={"loss_mode": "gspo"})
+@pytest.mark.parametrize("name", ["gspo", "clip_cov_verl"])
+def test_loss_that_depends_on_rows_refuses_split_trajectories(world: World, name: str):
+    actor = make_actor(make_policy(world), Layout(budget=30), policy_loss={"loss_mode": name})
     batch = make_batch(random_rows(4))
     mask = batch.batch["response_mask"]
     batch.batch["trajectory_ids"] = torch.zeros(len(mask), dtype=torch.int64)
-    with pytest.raises(ConfigError, match="takes a ratio of each sequence"):
+    with pytest.raises(ConfigError, match="depends on rows as a whole"):
         actor.update_policy(batch, temperature=1.0)

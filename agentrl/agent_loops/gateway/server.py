@@ -8,10 +8,12 @@ garbage affects its own request only.
 import asyncio
 import logging
 import secrets
+import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, Self
 
 from aiohttp import web
@@ -73,6 +75,7 @@ class Gateway:
         self._sweeper: asyncio.Task[None] | None = None
         self._greeted: set[Any] = set()
         self._address = ""
+        self._socket_folder: tempfile.TemporaryDirectory[str] | None = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -153,6 +156,22 @@ class Gateway:
             self._runner = runner
             self._sweeper = asyncio.create_task(self._sweep(runner))
 
+    async def open_socket(self) -> Path:
+        """Listen on a Unix socket too, for agents without a network; return its path.
+
+        Raises:
+            OSError: If the server or the socket cannot be opened.
+        """
+        await self.start()
+        async with self._starting:
+            assert self._runner is not None
+            folder = self._socket_folder or tempfile.TemporaryDirectory(prefix="agentrl-gateway-")
+            path = Path(folder.name) / "gateway.sock"
+            if self._socket_folder is None:
+                await web.UnixSite(self._runner, path, backlog=1024).start()
+                self._socket_folder = folder
+            return path
+
     async def close(self) -> None:
         """Stop the server. Sessions that are open stay usable only for their `with` block's end."""
         runner, self._runner = self._runner, None
@@ -162,6 +181,9 @@ class Gateway:
                 await self._sweeper
         if runner is not None:
             await runner.cleanup()
+        if self._socket_folder is not None:
+            self._socket_folder.cleanup()
+            self._socket_folder = None
 
     def _make_app(self) -> web.Application:
         app = web.Application(

@@ -113,8 +113,8 @@ def register_policy_loss(
             0, and changes nothing in the loss of other rows. The update then computes no such row,
             if no other term needs it.
         by_row: Whether a token's loss depends on the other tokens of its row, as a ratio of the
-            sequence does. The update then refuses trajectories of which several rows are trained:
-            the number of rows would have an effect.
+            sequence does, or on the rows of its micro-batch. The update then refuses trajectories
+            of which several rows are trained: the number of rows would have an effect.
 
     Raises:
         ConfigError: if another loss has the name, or the function does not take `scale` (without

@@ -72,7 +72,7 @@ def compute_policy_loss_geo_mean_verl(
     return losses.mean(), geo_mean_metrics(x)
 
 
-@register_token_loss("clip_cov_verl", reads=CLIP_COV)
+@register_token_loss("clip_cov_verl", reads=CLIP_COV, by_row=True)
 def compute_policy_loss_clip_cov_verl(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     """Compute Clip-Cov with covariances of the micro-batch, and draw tokens between the bounds."""
     worst, clipped = clip_surrogate(x, x.log_ratio.exp())
@@ -86,7 +86,7 @@ def compute_policy_loss_clip_cov_verl(x: LossInputs) -> tuple[torch.Tensor, Metr
     return torch.where(chosen, 0.0, worst), x.clip_metrics(chosen, clipped)
 
 
-@register_token_loss("kl_cov_verl", reads=KL_COV)
+@register_token_loss("kl_cov_verl", reads=KL_COV, by_row=True)
 def compute_policy_loss_kl_cov_verl(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     """Compute KL-Cov with covariances of the micro-batch, from the current log-probabilities."""
     num_tokens = int(x.mask.sum())

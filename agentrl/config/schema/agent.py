@@ -81,8 +81,8 @@ class AgentConfig(Section):
     """
     sandbox: SandboxConfig | None = None
     """Limits of the agent's process (memory, CPU seconds, output); null: of its output alone. The
-    provider must be `subprocess` with `trusted: true`: the isolating ones have no network, so that
-    an agent inside cannot reach the gateway."""
+    provider `bubblewrap` isolates a `command`: it reads its own files, and reaches the gateway
+    alone. `subprocess` with `trusted: true` sets limits and isolates nothing."""
 
     gateway: GatewayConfig = GatewayConfig()
     """The HTTP server by which external agents call the policy (docs/gateway.md)."""
@@ -96,12 +96,14 @@ class AgentConfig(Section):
     def _choose_one_agent(self) -> "AgentConfig":
         if self.command is not None and self.python is not None:
             raise ValueError("`command` and `python` are both set; an agent is one of them")
-        if self.sandbox is not None and self.sandbox.provider != "subprocess":
+        provider = "subprocess" if self.sandbox is None else self.sandbox.provider
+        if provider not in ("subprocess", "bubblewrap"):
             raise ValueError(
-                f"`sandbox.provider` is {self.sandbox.provider}; sandboxes that isolate have no "
-                "network, and an agent inside cannot reach the gateway. Write `provider: "
-                "subprocess` with `trusted: true`, which sets limits alone"
+                f"`sandbox.provider` is {provider}; an agent must reach the gateway: write "
+                "bubblewrap, which isolates, or subprocess with `trusted: true`, which sets limits"
             )
+        if provider == "bubblewrap" and self.command is None:
+            raise ValueError("`sandbox.provider` is bubblewrap, which isolates a `command` only")
         if self.is_external and self.default_agent_loop != TOOL_AGENT:
             raise ValueError(
                 "`default_agent_loop` and an external agent (`command`, `python`) are both set; a "

@@ -154,9 +154,9 @@ def test_layout_is_invisible_without_a_scale_the_rows_are_the_whole_mini_batch(n
     torch.testing.assert_close(without, given)
 
 
-def test_losses_with_a_ratio_of_the_row_say_so():
+def test_losses_that_depend_on_rows_say_so():
     by_row = {name for name in policy_loss_names() if policy_loss_facts(name).by_row}
-    assert by_row == BY_SEQUENCE | {"geo_mean_verl"} == BY_ROW
+    assert by_row == BY_SEQUENCE | {"geo_mean_verl", "clip_cov_verl", "kl_cov_verl"} == BY_ROW
 
 
 @pytest.mark.parametrize(
