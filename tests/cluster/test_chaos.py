@@ -37,6 +37,8 @@ pytestmark = [
 INSTANTS = int(os.environ.get("AGENTRL_CHAOS_INSTANTS", "1"))
 SEED = int(os.environ.get("AGENTRL_CHAOS_SEED", random.SystemRandom().randrange(10**6)))
 STEPS = 12
+NODE_STEPS = 100
+"""Steps of a run whose node is killed: its processes see the end of their raylet after seconds."""
 LIMIT_S = 240.0
 """No run may take longer, whatever is killed."""
 GONE_S = 30.0
@@ -53,10 +55,12 @@ def nodes() -> Iterator[Nodes]:
 class Run:
     """A run in a process of its own."""
 
-    def __init__(self, nodes: Nodes, home: Path, folder: Path, **changes: Any) -> None:
-        self.folder, self.nodes = folder, nodes
+    def __init__(
+        self, nodes: Nodes, home: Path, folder: Path, steps: int = STEPS, **changes: Any
+    ) -> None:
+        self.folder, self.nodes, self.steps = folder, nodes, steps
         sections: dict[str, Any] = {
-            "trainer__total_training_steps": STEPS,
+            "trainer__total_training_steps": steps,
             "trainer__save_freq": 1,
             "trainer__max_ckpt_to_keep": 2,
             "trainer__max_restarts": 1,
@@ -122,10 +126,10 @@ class Run:
         found = self.samples()
         assert set(found.values()) == {1}
         per_step = Counter(step for step, _, _ in found)
-        assert per_step == dict.fromkeys(range(1, STEPS + 1), 8)
+        assert per_step == dict.fromkeys(range(1, self.steps + 1), 8)
         steps = [line["step"] for line in read_lines(self.folder / "metrics.jsonl")]
         trained = [step for step in steps if step > 0]
-        assert sorted(set(trained)) == list(range(1, STEPS + 1))
+        assert sorted(set(trained)) == list(range(1, self.steps + 1))
         assert len(trained) == len(set(trained))
 
 
@@ -179,7 +183,7 @@ def test_the_run_goes_on_at_another_node_if_that_of_a_rank_is_killed(
     tiny_home: Path, tmp_path: Path, instant: float
 ):
     with ray_nodes("train_node", "train_node", "train_node") as three:
-        run = Run(three, tiny_home, tmp_path / "run")
+        run = Run(three, tiny_home, tmp_path / "run", NODE_STEPS)
         run.wait_for_step()
         time.sleep(instant)
         run.kill_node("rank_1")
@@ -193,7 +197,7 @@ def test_a_run_ends_and_names_the_shortfall_if_no_node_replaces_a_killed_one(
     tiny_home: Path, tmp_path: Path, instant: float
 ):
     with ray_nodes("train_node", "train_node") as two:
-        run = Run(two, tiny_home, tmp_path / "run")
+        run = Run(two, tiny_home, tmp_path / "run", NODE_STEPS)
         run.wait_for_step()
         time.sleep(instant)
         run.kill_node("rank_1")

@@ -62,9 +62,10 @@ def blocks(language: str) -> list[str]:
 
 def test_settings_of_the_page_are_valid():
     read = [yaml.safe_load(text)["rollout"]["agent"] for text in blocks("yaml")]
-    function, program = (AgentConfig.model_validate(keys) for keys in read)
+    function, program, isolated = (AgentConfig.model_validate(keys) for keys in read)
     assert function.python == "my_agent.py:solve"
     assert program.on_failure == "score"
+    assert isolated.sandbox.provider == "bubblewrap"
 
 
 @pytest.mark.slow
