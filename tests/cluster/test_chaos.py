@@ -1,4 +1,4 @@
-"""kill -9 of a rank, a rollout worker, a node and the driver at random instants, and what follows.
+"""kill -9 of a rank, a rollout worker, a server, a node and the driver at random instants.
 
 `AGENTRL_CHAOS_INSTANTS` (default 1) is the number of instants of each kind; `make test-chaos` takes
 five. `AGENTRL_CHAOS_SEED` repeats the instants of an earlier run, which prints its seed.
@@ -20,6 +20,7 @@ import pytest
 
 from tests.fakes.ray_nodes import (
     POOLS,
+    SERVERS,
     Nodes,
     process_with_log,
     ray_nodes,
@@ -219,3 +220,32 @@ def test_a_killed_driver_leaves_nothing_and_the_run_resumes(
     run.process = run.start()
     assert run.wait() == 0, run.output.read_text()
     run.check_samples()
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("victim", ["server", "actor"])
+def test_a_killed_sglang_server_is_replaced_while_the_run_goes_on(
+    tiny_home: Path, tmp_path: Path, instant: float, victim: str
+):
+    with ray_nodes("train_node", "train_node", "serve_node") as three:
+        run = Run(
+            three,
+            tiny_home,
+            tmp_path / "run",
+            trainer__max_restarts=0,
+            rollout__engine={"name": "sglang_server"},
+            cluster__pools=[*POOLS, SERVERS],
+        )
+        run.wait_for_step()
+        time.sleep(instant)
+        actor = run.victim("server_0")
+        if victim == "server":
+            server = next(one for one in actor.children() if "sglang" in " ".join(one.cmdline()))
+            server.kill()
+        else:
+            actor.kill()
+        assert run.wait() == 0, run.output.read_text()
+        text = run.output.read_text()
+        assert "was lost and replaced" in text, text
+        assert "restart 1" not in text
+        run.check_samples()

@@ -14,18 +14,26 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
 from typing import Literal
 
 from agentrl.agent_loops.gateway.calls import CallError, ChatCall, ChatReply, SentCall, SentMessage
 from agentrl.agent_loops.gateway.histories import HistoryTree, Match, Node, split_thought
+from agentrl.agent_loops.gateway.sequences import (
+    Discarded,
+    Point,
+    TokenSequence,
+    check_tokens,
+    exclude_unused,
+    write_sequences,
+)
 from agentrl.engines.protocol import Completion, CompletionSource, FinishReason
 from agentrl.errors import EngineError, TemplateError
 from agentrl.messages import CallOutcome, Message, OpenAIFunctionToolSchema
 from agentrl.rollout.context import RolloutContext
-from agentrl.rollout.records import BranchCause, TokenDifference, Turn
+from agentrl.rollout.records import BranchCause, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import draw_seed
 from agentrl.rollout.states import RequestState, StopReason
@@ -34,59 +42,8 @@ from agentrl.rollout.templates.delta import PlannedDelta
 from agentrl.rollout.templates.slots import TextOrigin
 from agentrl.rollout.tool_calls import CompletedTurn, read_turn, skip_calls
 
-Discarded = Literal["exclude", "train"]
-"""What happens to a completion that the agent sampled again from the same history and did not use.
-`exclude` leaves it out of the loss: the reward is that of another completion. `train` trains it."""
-
 _UNLIMITED = 1 << 30
 _reply_numbers = count()
-
-
-@dataclass(eq=False, slots=True)
-class Point:
-    """A completion of the policy: the end of a sampled turn of a sequence."""
-
-    sequence: "TokenSequence"
-    turn: Turn
-    order: int
-    """Number of completions of the trajectory before this one."""
-    num_messages: int
-    """Messages of the sequence up to the completion."""
-    is_delivered: bool = False
-    """Whether the client got the whole answer."""
-    is_continued: bool = False
-    """Whether a later history contains the completion."""
-
-    @property
-    def is_free(self) -> bool:
-        """Whether a call can append to the sequence here."""
-        return not self.sequence.is_busy and self.sequence.points[-1] is self
-
-    @property
-    def input_ids(self) -> list[int]:
-        """All tokens up to the completion, and those of the completion."""
-        record = self.sequence.record
-        return record.prompt_ids + record.response_ids[: self.turn.end]
-
-    @property
-    def completion_ids(self) -> list[int]:
-        """The sampled tokens."""
-        return self.sequence.record.response_ids[self.turn.start : self.turn.end]
-
-
-@dataclass(eq=False, slots=True)
-class TokenSequence:
-    """One sequence of the trajectory, and how it came to be."""
-
-    record: AsyncRolloutRequest
-    engine_id: str
-    cause: BranchCause | None = None
-    parent: "TokenSequence | None" = None
-    copied: Point | None = None
-    """The completion up to which the prompt copies another sequence; None: it copies none."""
-    points: list[Point] = field(default_factory=list[Point])
-    is_busy: bool = False
-    """Whether a call is sampling its next completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -594,152 +551,26 @@ class Trajectory:
             unmet.append("parallel_tool_calls")
         return (*unmet, *call.ignored)
 
-    # The end
-
     def finish(self) -> None:
         """Write the sequences to the request: the last one into its ledger, others as branches.
 
         The request stays running. Without a completion it has no tokens.
         """
-        self._exclude_unused()
+        self.counts += exclude_unused(self._sequences, self._has_later, self._discarded)
         kept = [one for one in self._sequences if one.points]
+        for sequence in kept:
+            check_tokens(sequence, self._context)
         if kept:
-            root = max(kept, key=lambda one: (one.points[-1].is_delivered, one.points[-1].order))
-            for sequence in kept:
-                self._check_tokens(sequence)
-            self._add_branches(root, sorted(kept, key=lambda one: one.points[-1].order))
-            copy_sequence(root.record, self._request)
-            self._request.differences = root.record.differences
-            self._request.is_checked = root.record.is_checked
+            write_sequences(kept, self._request)
         self.counts["sequences"] = len(kept)
         for name, number in sorted((+self.counts).items()):
             self._request.metrics[f"gateway/{name}"] = float(number)
 
-    def _check_tokens(self, sequence: TokenSequence) -> None:
-        """Compare a sequence with the rendering of its conversation, as `check_tokens` of the run.
-
-        A prompt in which the client wrote words of the assistant is not compared: they are encoded
-        as text, and a template would write what they hold.
-        """
-        if self._context.settings.tokenization_sanity_check_mode == "disable":
-            return
-        record, compared = sequence.record, _with_copied_turns(sequence)
-        num_sampled = sum(turn.role == "assistant" for turn in compared.turns)
-        if sum(message.role == "assistant" for message in record.messages) > num_sampled:
-            return
-        try:
-            self._context.check_tokens(compared, list)
-        except Exception as error:  # noqa: BLE001 - a broken check must not fail the request
-            what = f"{type(error).__name__}: {error}"
-            broken = TokenDifference(turn=-1, kind="check_failed", expected="", actual=what)
-            compared.differences.append(broken)
-        record.differences, record.is_checked = compared.differences, compared.is_checked
-
-    def _exclude_unused(self) -> None:
-        """Exclude completions that had no effect on the agent from the loss."""
-        last = max(
-            (p for one in self._sequences for p in one.points),
-            key=lambda point: (point.is_delivered, point.order),
-            default=None,
-        )
-        for sequence in self._sequences:
-            for point in sequence.points:
-                reason = self._reason_to_exclude(point, last)
-                if reason and point.turn.excluded is None:
-                    sequence.record.exclude_turn(point.turn.index, reason)
-
-    def _reason_to_exclude(self, point: Point, last: Point | None) -> str | None:
-        if point.is_continued:
-            return None
-        if not point.is_delivered:
-            self.counts["undelivered"] += 1
-            return "not delivered to the agent"
-        if point is last or not self._tree_has_later(point):
-            return None
-        self.counts["discarded"] += 1
-        return "discarded by the agent" if self._discarded == "exclude" else None
-
-    def _tree_has_later(self, point: Point) -> bool:
+    def _has_later(self, point: Point) -> bool:
         """Whether the agent sampled again from the same history, after this completion."""
         node = self._nodes[point]
         siblings = node.parent.children if node.parent else []
         return any(one.sampled and one.sampled.order > point.order for one in siblings)
-
-    def _add_branches(self, root: TokenSequence, ordered: Sequence[TokenSequence]) -> None:
-        request = self._request
-
-        def parent_id(sequence: TokenSequence) -> str | None:
-            parent = sequence.parent
-            while parent is not None and not parent.points:
-                parent = parent.parent
-            if parent is root:
-                return request.request_id
-            return parent.record.request_id if parent else None
-
-        for sequence in ordered:
-            if sequence is not root:
-                branch, own_parent = sequence.record, parent_id(sequence)
-                branch.finish(StopReason.CONTINUED)
-                # The first sequence has no cause of its own; the one of the last sequence says why
-                # the trajectory does not end in it.
-                request.add_branch(branch, sequence.cause or root.cause or "branch")
-                branch.parent_id = own_parent
-        request.parent_id = parent_id(root)
-
-
-def copy_sequence(source: AsyncRolloutRequest, target: AsyncRolloutRequest) -> None:
-    """Append the tokens and turns of a sequence to a running request without tokens."""
-    target.messages, target.tool_schemas = source.messages, source.tool_schemas
-    target.begin(source.prompt_ids)
-    _copy_turns(source, target, source.turns)
-
-
-def _copy_turns(
-    source: AsyncRolloutRequest, target: AsyncRolloutRequest, turns: Sequence[Turn]
-) -> None:
-    """Append turns of a sequence, with their tokens, to another."""
-    ids, log_probs = source.response_ids, source.rollout_log_probs
-    for turn in turns:
-        own = slice(turn.start, turn.end)
-        if turn.role == "assistant":
-            copied = target.append_sampled(
-                ids[own],
-                log_probs[own],
-                finish_reason=turn.finish_reason,
-                weight_versions=turn.weight_versions,
-                cached_tokens=turn.cached_tokens,
-                seconds=turn.seconds,
-            )
-        else:
-            copied = target.append_observed(ids[own], role=turn.role, seconds=turn.seconds)
-        copied.calls, copied.cut, copied.num_cut_tokens = turn.calls, turn.cut, turn.num_cut_tokens
-        if turn.excluded is not None:
-            target.exclude_turn(copied.index, turn.excluded)
-
-
-def _with_copied_turns(sequence: TokenSequence) -> AsyncRolloutRequest:
-    """Return the record of a sequence, with the turns whose tokens are in its prompt."""
-    record, copied = sequence.record, sequence.copied
-    if copied is None:
-        return record
-    before = _with_copied_turns(copied.sequence)
-    num_later = len(copied.sequence.record.turns) - copied.turn.index - 1
-    kept = before.turns[: len(before.turns) - num_later]
-    whole = AsyncRolloutRequest(
-        request_id=record.request_id,
-        messages=record.messages,
-        tool_schemas=record.tool_schemas,
-        data_source=record.data_source,
-        sampling=record.sampling,
-        budgets=record.budgets,
-    )
-    whole.take_edge(RequestState.RUNNING)
-    whole.begin(before.prompt_ids)
-    _copy_turns(before, whole, kept)
-    if observed := record.prompt_ids[len(copied.input_ids) :]:
-        whole.append_observed(observed, role="user")
-    _copy_turns(record, whole, record.turns)
-    return whole
 
 
 def _first_below(node: Node[Point]) -> Point | None:
