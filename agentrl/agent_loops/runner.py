@@ -109,6 +109,8 @@ class AgentLoopRunner:
         try:
             outputs = await bounded
             manager.raise_over_limit()  # the loop may have caught the error of its call
+            if manager.engine_error is not None:
+                raise manager.engine_error
             return outputs
         except asyncio.CancelledError as error:
             if is_cancelled() or not watch.done():

@@ -121,8 +121,8 @@ class AsyncLLMServerManager:
         self.template = template
         self.calls: list[RecordedCall] = []
         """Every call that returned, in the order in which they returned."""
-        self.errors: list[BaseException] = []
-        """What calls raised, also if the loop caught it."""
+        self.engine_error: EngineError | None = None
+        """Why the engine failed in the last call; None if it did not. A loop may have caught it."""
         self.num_calls_after_budget = 0
         self.is_over_limit = asyncio.Event()
         """Set as soon as the loop calls more often than it may."""
@@ -215,8 +215,8 @@ class AsyncLLMServerManager:
         self._idle_since = None
         try:
             completion = await task
-        except BaseException as error:
-            self.errors.append(error)
+        except EngineError as error:
+            self.engine_error = error
             raise
         finally:
             self._running.discard(task)
@@ -227,6 +227,7 @@ class AsyncLLMServerManager:
                 f"the engine sampled {len(completion.token_ids)} tokens",
                 expected=f"at most {sampling.max_new_tokens}",
             )
+        self.engine_error = None
         seconds = self._loop.time() - started
         self.calls.append(RecordedCall(len(self.calls), ids, completion, sampling, parent, seconds))
         return _to_output(completion)

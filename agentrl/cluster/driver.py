@@ -370,7 +370,8 @@ class ClusterRun:
                 is_asked = True
                 for host in hosts:
                     host.actor.control.remote("stop")
-                limit = time.monotonic() + self.config.cluster.stop_timeout_s
+                stop_s = self.config.cluster.stop_timeout_s
+                limit = min(limit or float("inf"), time.monotonic() + stop_s)
             if time.monotonic() - watched > self.config.cluster.heartbeat_s:
                 watched = time.monotonic()
                 self._watch({hosts[rank].name: hosts[rank] for rank in running.values()})

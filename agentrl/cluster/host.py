@@ -48,7 +48,7 @@ class HostSpec:
     """The class of the object, `module:name`. It is imported in the process."""
     arguments: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    environment: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     """Environment variables; they are set before the class is imported."""
     directory: str | None = None
     """The working directory, if the node has it."""

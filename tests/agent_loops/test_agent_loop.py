@@ -326,6 +326,26 @@ async def test_the_time_of_completions_is_not_idle_time():
     assert request.stop_reason is StopReason.ANSWERED
 
 
+async def test_an_engine_error_that_the_loop_catches_fails_the_request():
+    class Catching(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+            ids = await self.apply_chat_template(row["raw_prompt"])
+            first = await self.server_manager.generate(
+                "a", prompt_ids=ids, sampling_params=sampling_params
+            )
+            with suppress(EngineError):
+                await self.server_manager.generate(
+                    "a", prompt_ids=ids + first.token_ids + ids, sampling_params=sampling_params
+                )
+            mask = [1] * len(first.token_ids)
+            return AgentLoopOutput(prompt_ids=ids, response_ids=first.token_ids, response_mask=mask)
+
+    request = await drive(Catching, "Hello", EngineError("gone"))
+    assert request.stop_reason is StopReason.FAILED
+    assert request.error is not None
+    assert request.error.fault is Fault.ENGINE
+
+
 async def test_an_error_of_the_engine_is_the_engines_fault():
     request = await drive(TurnsLoop, EngineError("gone"))
     assert request.error is not None

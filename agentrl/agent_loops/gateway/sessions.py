@@ -166,11 +166,14 @@ class GatewaySession:
         return pending
 
     async def count_input_tokens(self, call: ChatCall) -> int:
-        """Return the number of tokens of a call's history as a prompt; it is no call.
+        """Return the number of tokens of a call's history as a prompt.
+
+        It counts as one of the calls of the key, and samples nothing.
 
         Raises:
-            CallError: If the template cannot render the messages.
+            CallError: If the template cannot render the messages, or the key has too many calls.
         """
+        self._refuse_flood()
         return await self._trajectory.count_input_tokens(call)
 
     def _refuse_flood(self) -> None:
