@@ -215,6 +215,11 @@ class AsyncLLMServerManager:
         self._idle_since = None
         try:
             completion = await task
+            if len(completion.token_ids) > sampling.max_new_tokens:
+                raise EngineError(
+                    f"the engine sampled {len(completion.token_ids)} tokens",
+                    expected=f"at most {sampling.max_new_tokens}",
+                )
         except EngineError as error:
             self.engine_error = error
             raise
@@ -222,11 +227,6 @@ class AsyncLLMServerManager:
             self._running.discard(task)
             if not self._running:
                 self._idle_since = self._loop.time()
-        if len(completion.token_ids) > sampling.max_new_tokens:
-            raise EngineError(
-                f"the engine sampled {len(completion.token_ids)} tokens",
-                expected=f"at most {sampling.max_new_tokens}",
-            )
         self.engine_error = None
         seconds = self._loop.time() - started
         self.calls.append(RecordedCall(len(self.calls), ids, completion, sampling, parent, seconds))

@@ -1,4 +1,4 @@
-"""The sequences of one request that an agent drives through the gateway. No HTTP.
+"""Sample the calls of one agent, each in the sequence that its history continues. No HTTP.
 
     ChatCall -> match the history -> continue, branch or begin a sequence -> engine -> ChatReply
 
@@ -556,7 +556,7 @@ class Trajectory:
 
         The request stays running. Without a completion it has no tokens.
         """
-        self.counts += exclude_unused(self._sequences, self._has_later, self._discarded)
+        self.counts.update(exclude_unused(self._sequences, self._has_later, self._discarded))
         kept = [one for one in self._sequences if one.points]
         for sequence in kept:
             check_tokens(sequence, self._context)
