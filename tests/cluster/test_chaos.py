@@ -222,6 +222,11 @@ def test_a_killed_driver_leaves_nothing_and_the_run_resumes(
     run.check_samples()
 
 
+def is_server(process: psutil.Process) -> bool:
+    """Whether a process was started as an SGLang server."""
+    return "agentrl.engines.sglang.processes" in process.cmdline()
+
+
 @pytest.mark.sglang
 @pytest.mark.parametrize("victim", ["server", "actor"])
 def test_a_killed_sglang_server_is_replaced_while_the_run_goes_on(
@@ -240,7 +245,7 @@ def test_a_killed_sglang_server_is_replaced_while_the_run_goes_on(
         time.sleep(instant)
         actor = run.victim("server_0")
         if victim == "server":
-            server = next(one for one in actor.children() if "sglang" in " ".join(one.cmdline()))
+            (server,) = [one for one in actor.children() if is_server(one)]
             server.kill()
         else:
             actor.kill()
