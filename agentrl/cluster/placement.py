@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from agentrl.cluster.connection import list_nodes
 from agentrl.cluster.handles import RemoteHost
 from agentrl.cluster.host import MAX_CALLS, Host, HostSpec
-from agentrl.cluster.pools import Pool, check_pools, describe_nodes, scarcity
+from agentrl.cluster.pools import Pool, check_pools, describe_nodes, sort_for_placement
 from agentrl.errors import ClusterError
 
 _POLL_S = 0.5
@@ -89,12 +89,13 @@ def place(pools: Sequence[Pool], *, timeout_s: float, say: Any) -> dict[str, Pla
     Raises:
         ClusterError: naming the shortfall of each pool.
     """
-    if not check_pools(pools, list_nodes()):
+    nodes = list_nodes()
+    if not check_pools(pools, nodes):
         say(f"waiting up to {timeout_s:g} s: other work uses a part of the cluster's resources")
     end = time.monotonic() + timeout_s
     groups: dict[str, PlacedPool] = {}
     try:
-        for pool in sorted(pools, key=scarcity):
+        for pool in sort_for_placement(pools, [node.available for node in nodes]):
             strategy = "STRICT_SPREAD" if pool.nodes > 1 else "STRICT_PACK"
             bundles = [dict(pool.bundle)] * pool.nodes
             groups[pool.name] = PlacedPool(pool, placement_group(bundles, strategy=strategy))

@@ -163,18 +163,18 @@ def find_shortfall(
 ) -> list[str]:
     """Assign each bundle to a node, and describe the pools that do not fit.
 
-    Pools share nodes if these have enough for all; the nodes of one pool differ. The largest
-    bundles are assigned first, each to the node that has the least left after it; those with custom
-    resources, which few nodes have, before all others.
+    Pools share nodes if these have enough for all; the nodes of one pool differ. Pools are assigned
+    in the order of `sort_for_placement`, each bundle to the node whose other resources are missed
+    least.
 
     Args:
         pools: The pools of the run.
         nodes: The nodes, with what is free on each; assigned resources are subtracted.
     """
     missing: list[str] = []
-    for pool in sorted(pools, key=scarcity):
+    for pool in sort_for_placement(pools, [free for _, free in nodes]):
         fitting = [(node, free) for node, free in nodes if _fits(pool.bundle, free)]
-        fitting.sort(key=lambda pair: _size(pair[1]))
+        fitting.sort(key=lambda pair: _remainder(pair[1], pool.bundle))
         for _, free in fitting[: pool.nodes]:
             for name, amount in pool.bundle.items():
                 free[name] -= amount
@@ -215,9 +215,26 @@ def _size(resources: Resources) -> float:
     return 1e6 * resources.get("GPU", 0.0) + resources.get("CPU", 0.0)
 
 
-def scarcity(pool: Pool) -> tuple[bool, float]:
-    """Order pools for placement: custom resources first, then the largest bundles."""
-    return not pool.bundle.keys() - {"CPU", "GPU"}, -_size(pool.bundle)
+def _remainder(free: Resources, bundle: Resources) -> tuple[int, float]:
+    """Order nodes for a bundle: first those without custom resources that it does not ask for, then
+    the smallest.
+    """
+    custom = countable(free).keys() - bundle.keys() - {"CPU", "GPU"}
+    return sum(free[name] > 0 for name in custom), _size(free)
+
+
+def sort_for_placement(pools: Sequence[Pool], free: Sequence[Resources]) -> list[Pool]:
+    """Sort pools in the order of their placement: those with the fewest nodes to spare first.
+
+    Args:
+        pools: The pools of the run.
+        free: The resources of each node.
+    """
+
+    def spare_nodes(pool: Pool) -> int:
+        return sum(_fits(pool.bundle, one) for one in free) - pool.nodes
+
+    return sorted(pools, key=lambda pool: (spare_nodes(pool), -_size(pool.bundle)))
 
 
 def _shown(resources: Resources) -> str:

@@ -113,6 +113,19 @@ def test_pools_share_a_node_that_has_enough_for_both():
         check_pools(pools, [node("one", CPU=3)])
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_pool_leaves_a_node_to_the_pool_that_has_no_other(reverse: bool):
+    pools = [
+        {"name": "a", "devices_per_node": 1, "roles": ["train"], "resources": {"disk": 1}},
+        {"name": "b", "devices_per_node": 1, "roles": ["engine"], "resources": {"net": 1}},
+    ]
+    made = make_pools(run_of(cluster={"pools": pools[::-1] if reverse else pools}), "CPU")
+    nodes = [node("one", CPU=1, disk=1, net=1), node("two", CPU=2, disk=1)]
+    assert check_pools(made, nodes)
+    with pytest.raises(ClusterError, match="pool [ab] asks for"):
+        check_pools(made, nodes[:1])
+
+
 @pytest.mark.parametrize(
     ("pools", "said"),
     [
