@@ -122,7 +122,7 @@ def test_a_pool_leaves_a_node_to_the_pool_that_has_no_other(reverse: bool):
     made = make_pools(run_of(cluster={"pools": pools[::-1] if reverse else pools}), "CPU")
     nodes = [node("one", CPU=1, disk=1, net=1), node("two", CPU=2, disk=1)]
     assert check_pools(made, nodes)
-    with pytest.raises(ClusterError, match="pool [ab] asks for"):
+    with pytest.raises(ClusterError, match=r"pool [ab] asks for"):
         check_pools(made, nodes[:1])
 
 
