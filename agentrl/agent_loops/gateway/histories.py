@@ -12,7 +12,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-from agentrl.agent_loops.gateway.calls import SentMessage, write_json
+from agentrl.agent_loops.gateway.calls import SentCall, SentMessage, write_json
 from agentrl.messages import OpenAIFunctionToolSchema
 
 S = TypeVar("S")
@@ -193,6 +193,7 @@ def tidy(messages: Sequence[SentMessage]) -> tuple[list[SentMessage], Counter[Di
     """
     found: Counter[Difference] = Counter()
     tidied: list[SentMessage] = []
+    split: dict[int, list[SentCall]] = {}
     system_texts: set[str] = set()
     for message in messages:
         last = tidied[-1] if tidied else None
@@ -200,11 +201,13 @@ def tidy(messages: Sequence[SentMessage]) -> tuple[list[SentMessage], Counter[Di
             found[Difference.REPEATED_SYSTEM] += 1
         elif last and _is_continued(last, message):
             found[Difference.SPLIT_MESSAGE] += 1
-            tidied[-1] = replace(last, calls=last.calls + message.calls)
+            split.setdefault(len(tidied) - 1, list(last.calls)).extend(message.calls)
         else:
             tidied.append(message)
             if message.role == "system":
                 system_texts.add(message.text.strip())
+    for index, calls in split.items():
+        tidied[index] = replace(tidied[index], calls=tuple(calls))
     for start, end in list(_results(tidied)):
         calls = tidied[start - 1].calls
         order = {call.id: index for index, call in enumerate(calls)}

@@ -21,6 +21,7 @@ from typing import Literal
 
 from agentrl.agent_loops.gateway.calls import CallError, ChatCall, ChatReply, SentCall, SentMessage
 from agentrl.agent_loops.gateway.histories import HistoryTree, Match, Node, split_thought
+from agentrl.agent_loops.gateway.prompts import TooLongError, encode_prompt
 from agentrl.agent_loops.gateway.sequences import (
     Discarded,
     Point,
@@ -39,7 +40,6 @@ from agentrl.rollout.seeding import draw_seed
 from agentrl.rollout.states import RequestState, StopReason
 from agentrl.rollout.templates.assistant_turn import THOUGHT_FIELDS
 from agentrl.rollout.templates.delta import PlannedDelta
-from agentrl.rollout.templates.slots import TextOrigin
 from agentrl.rollout.tool_calls import CompletedTurn, read_turn, skip_calls
 
 _UNLIMITED = 1 << 30
@@ -125,6 +125,9 @@ class Trajectory:
             self._check_length(plan, len(observed))
             completion = await self._generate(plan, observed, call)
             reply, point = self._append(plan, observed, completion, call, started)
+        except TooLongError as error:
+            self._record_cut(error.budget)
+            raise
         except EngineError as error:
             self.error = error
             self.counts["engine_errors"] += 1
@@ -141,10 +144,11 @@ class Trajectory:
         """Return the number of tokens of a call's history as a prompt. Nothing is recorded.
 
         Raises:
-            CallError: If the template cannot render the messages.
+            CallError: If the template cannot render the messages, or they are too long to count.
         """
         shown = [self._show_in_prompt(message) for message in self._whole_history(call)]
-        return len(await self._encode_prompt(shown, call.tools))
+        limit = self._request.budgets.max_model_len
+        return len(await encode_prompt(shown, call.tools, self._context.template, limit))
 
     # Where a call samples
 
@@ -339,7 +343,11 @@ class Trajectory:
         template, record = self._context.template, plan.sequence.record
         if plan.delta is None:
             if not record.prompt_ids:
-                record.begin(await self._encode_prompt(plan.shown, record.tool_schemas))
+                limit = record.budgets.max_model_len
+                ids = await encode_prompt(plan.shown, record.tool_schemas, template, limit)
+                if len(ids) >= limit:
+                    raise TooLongError(len(ids), limit, StopReason.MODEL_LENGTH)
+                record.begin(ids)
                 record.messages = plan.shown
             return []
         assert plan.point is not None
@@ -356,44 +364,21 @@ class Trajectory:
         record.messages = [*before, *plan.shown]
         return []
 
-    async def _encode_prompt(
-        self, shown: Sequence[Message], tools: Sequence[OpenAIFunctionToolSchema]
-    ) -> list[int]:
-        template = self._context.template
-        try:
-            # An assistant's message in a prompt was written by the client, or is a copy of one.
-            planned = template.plan_prompt(shown, tools, assistant=TextOrigin.OUTSIDE)
-        except TemplateError as error:
-            raise CallError(
-                f"the chat template cannot render these messages: {error}",
-                code="invalid_messages",
-                param="messages",
-            ) from None
-        return await template.encode_planned(planned)
-
     def _check_length(self, plan: _Plan, num_observed: int) -> None:
         """Refuse a call that leaves no token for a completion.
 
         Raises:
-            CallError: In the form that agents know from other servers.
+            TooLongError: If so.
         """
         record = plan.sequence.record
         if num_observed < record.num_tokens_left:
             return
-        self._record_cut(record.nearest_limit)
-        asked, limit = len(record.input_ids) + num_observed, record.budgets.max_model_len
-        if record.nearest_limit is StopReason.RESPONSE_BUDGET:
-            asked, limit = (
-                record.num_response_tokens + num_observed,
-                (record.budgets.max_response_tokens),
-            )
-        raise CallError(
-            f"This model's maximum context length is {limit} tokens. However, your messages "
-            f"resulted in {asked} tokens. prompt is too long: {asked} tokens > {limit} maximum "
-            f"(budget: {record.nearest_limit})",
-            code="context_length_exceeded",
-            param="messages",
-        )
+        budgets, nearest = record.budgets, record.nearest_limit
+        if nearest is StopReason.RESPONSE_BUDGET:
+            asked = record.num_response_tokens + num_observed
+            raise TooLongError(asked, budgets.max_response_tokens, nearest)
+        asked = len(record.input_ids) + num_observed
+        raise TooLongError(asked, budgets.max_model_len, nearest)
 
     async def _generate(self, plan: _Plan, observed: list[int], call: ChatCall) -> Completion:
         record = plan.sequence.record

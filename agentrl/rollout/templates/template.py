@@ -121,6 +121,11 @@ class ChatTemplate:
         return {id: self.decode([id]) for id in self.stop_token_ids}
 
     @property
+    def longest_token(self) -> int:
+        """Characters of the vocabulary's longest token."""
+        return self.structure.encoder.longest_token
+
+    @property
     def generation_prompt_ids(self) -> list[int]:
         """The tokens that open an assistant turn; observed, mask 0.
 

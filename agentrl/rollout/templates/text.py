@@ -192,6 +192,11 @@ class TextEncoder:
         return not any(form[-k:] in heads or form[:k] in tails for k in lengths)
 
     @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: no token stands for more of a text."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+
+    @cached_property
     def _prefixes(self) -> bool:
         # SentencePiece puts a blank before the first word of a text.
         encode = self.encode_rendering
@@ -236,7 +241,12 @@ class TextEncoder:
         return heads, tails, max(map(len, self._folded), default=0)
 
     def _encode_plain(self, text: str) -> list[int]:
-        return self._plain.encode(_without_surrogates(text), add_special_tokens=False).ids
+        clean = _without_surrogates(text)
+        if len(clean) <= MAX_INLINE_CHARACTERS:
+            return self._plain.encode(clean, add_special_tokens=False).ids
+        # Only a call for several texts releases the interpreter's lock.
+        (found,) = self._plain.encode_batch_fast([clean], add_special_tokens=False)
+        return found.ids
 
     def _decode(self, ids: list[int]) -> str:
         # Not the tokenizer's wrapper, which checks every id in Python first.

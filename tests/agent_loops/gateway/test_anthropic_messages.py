@@ -7,6 +7,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from agentrl.agent_loops.gateway import GatewaySettings
 from tests.fakes.gateway import LOOKUP, Served, serve
 from tests.fakes.plugins import calling, control_ids
 
@@ -126,6 +127,17 @@ async def test_options_without_effect_are_reported() -> None:
             **ASKED, extra_body={"temperature": 0.2}, tool_choice=choice
         )
         assert raw.headers["x-agentrl-ignored"] == "temperature, parallel_tool_calls"
+
+
+async def test_counting_tokens_is_one_of_the_calls_of_the_key() -> None:
+    limited = GatewaySettings(max_calls=2)
+    async with serve(["Hello."], settings=limited) as served, client(served) as api:
+        given: dict[str, Any] = {k: v for k, v in ASKED.items() if k != "max_tokens"}
+        await api.messages.count_tokens(**given)
+        await api.messages.create(**ASKED)
+        with pytest.raises(anthropic.PermissionDeniedError, match="all its 2 calls"):
+            await api.messages.count_tokens(**given)
+    assert served.request.metrics["gateway/refused_calls"] == 1
 
 
 async def test_tokens_are_counted_without_a_call() -> None:
