@@ -71,6 +71,9 @@ class SentMessage:
     """Id of the call that a tool message answers."""
     name: str = ""
     """Name of the tool that a tool message is from."""
+    is_instructions: bool = False
+    """Whether it is the `instructions` of a call. A call that follows an earlier reply brings its
+    own."""
 
     def to_message(self) -> Message:
         """Return the message that the chat template gets."""

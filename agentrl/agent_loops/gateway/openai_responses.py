@@ -61,6 +61,7 @@ class _Request(Body):
     stream: bool | None = None
     include: list[str] | None = None
     previous_response_id: str | None = None
+    conversation: Any = None
 
 
 _HARMLESS = frozenset(
@@ -78,12 +79,20 @@ class OpenAIResponses:
     def read(self, body: bytes) -> ChatCall:
         """Read a body (see `Dialect.read`)."""
         given = read_body(_Request, body)
+        if given.conversation is not None:
+            raise CallError(
+                "conversation: the gateway keeps no conversations; send the whole history in "
+                "`input`, or `previous_response_id`",
+                code="unsupported_field",
+                param="conversation",
+            )
         items = given.input
         if isinstance(items, str):
             items = [_Item(role="user", content=items)]
         messages = list(_read_items(items))
         if given.instructions:
-            messages.insert(0, SentMessage(role="system", text=given.instructions))
+            first = SentMessage(role="system", text=given.instructions, is_instructions=True)
+            messages.insert(0, first)
         if not messages:
             raise CallError("input: no items", code="invalid_request", param="input")
         choice = given.tool_choice or "auto"

@@ -186,7 +186,7 @@ class Trajectory:
     def _whole_history(self, call: ChatCall) -> Sequence[SentMessage]:
         """Return the messages of a call, after those of the reply that they follow, if any.
 
-        System messages are not taken over: a call has its own.
+        The instructions of earlier calls are left out: a call has its own.
 
         Raises:
             CallError: If there is no such reply.
@@ -200,12 +200,10 @@ class Trajectory:
                 code="previous_response_not_found",
                 param="previous_response_id",
             )
-        before = [one.message for one in node.path() if one.message is not None][::-1]
-        is_system = [message.role == "system" for message in call.messages]
-        head = [m for m, own in zip(call.messages, is_system, strict=True) if own]
-        kept = [m for m in before if m.role != "system"]
-        rest = [m for m, own in zip(call.messages, is_system, strict=True) if not own]
-        return [*head, *kept, *rest]
+        path = [one.message for one in node.path() if one.message is not None]
+        kept = [message for message in path[::-1] if not message.is_instructions]
+        own = [message for message in call.messages if message.is_instructions]
+        return [*own, *kept, *call.messages[len(own) :]]
 
     def _plan_delta(
         self, match: Match[Point], node: Node[Point], tools: Sequence[OpenAIFunctionToolSchema]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.agent_loops.gateway.test_openai_chat import client
 from tests.fakes.gateway import LOOKUP, serve
-from tests.fakes.plugins import calling
+from tests.fakes.plugins import calling, decode
 
 TOOL: Any = {"type": "function", "strict": False, **LOOKUP["function"]}
 ASKED: dict[str, Any] = {
@@ -58,6 +58,23 @@ async def test_a_previous_response_is_the_history() -> None:
             await api.responses.create(**given | {"previous_response_id": "resp_other"})
     assert served.request.branches == []
     assert len(served.request.turns) == 3
+
+
+async def test_only_the_instructions_of_a_previous_response_are_left_out() -> None:
+    items: Any = [{"role": "developer", "content": "Add."}, {"role": "user", "content": "2 + 2?"}]
+    more: Any = [{"role": "user", "content": "And 3?"}]
+    async with serve(["4.", "7."]) as served, client(served) as api:
+        first = await api.responses.create(model="m", input=items, instructions="In digits.")
+        given: dict[str, Any] = {"model": "m", "input": more, "previous_response_id": first.id}
+        await api.responses.create(**given, instructions="In digits.")
+        await api.responses.create(**given, instructions="In words.")
+        with pytest.raises(openai.BadRequestError, match="conversation: the gateway keeps no"):
+            await api.responses.create(model="m", input=more, conversation="conv_1")
+    continued, rewritten = [decode(ids) for ids in served.engine.calls[1:]]
+    assert [text in continued for text in ("In digits.", "Add.", "And 3?")] == [True] * 3
+    assert [text in rewritten for text in ("In digits.", "In words.")] == [False, True]
+    assert rewritten.index("In words.") < rewritten.index("Add.") < rewritten.index("And 3?")
+    assert [branch.branch_cause for branch in served.request.branches] == ["rewrite"]
 
 
 async def test_a_stream_says_what_the_body_says() -> None:
