@@ -311,8 +311,11 @@ _GATEWAY_HELP = (
 @app.command(help=_GATEWAY_HELP)
 def gateway(
     run_file: RunFile,
-    out: Annotated[Path, _option("JSONL file to which ended sessions are appended.")],
     overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        _option("JSONL file for ended sessions; default: sessions.jsonl in the run's folder."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)] = 0,
 ) -> None:

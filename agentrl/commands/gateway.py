@@ -35,8 +35,9 @@ Say = Callable[[str], None]
 class GatewayOptions:
     """The options of `agentrl gateway`."""
 
-    out: Path
-    """File to which each session is appended when it ends."""
+    out: Path | None = None
+    """File to which each session is appended when it ends; None: `sessions.jsonl` in the run's
+    folder."""
     host: str = "127.0.0.1"
     port: int = 0
     """0: a free one."""
@@ -47,10 +48,11 @@ def gateway_from_file(file: RunFile, options: GatewayOptions, *, say: Say) -> No
 
     Raises:
         AgentRLError: if the model, its template or the engine cannot be used.
-        OSError: if the port is in use, or `options.out` cannot be written.
+        OSError: if the port is in use, or the file of the sessions cannot be written.
     """
     with open_run(file) as run:
-        claim_file(options.out, key="--out")
+        out = options.out or Path(run.config.trainer.default_local_dir) / "sessions.jsonl"
+        claim_file(out, key="--out")
         claim_prepared(run.config)
         config, now = run.config, datetime.now()
         prepare_run(config, run.world, run.run_logger, run.plugins.tools, now=now)
@@ -63,7 +65,7 @@ def gateway_from_file(file: RunFile, options: GatewayOptions, *, say: Say) -> No
         async def serve() -> None:
             manager = make_manager(config, setup, engine)
             try:
-                await _serve(config, manager, options, say)
+                await _serve(config, manager, options, out, say)
             finally:
                 await run.plugins.shutdown()
                 await engine.close()
@@ -72,7 +74,7 @@ def gateway_from_file(file: RunFile, options: GatewayOptions, *, say: Say) -> No
 
 
 async def _serve(
-    config: RunConfig, manager: RolloutManager, options: GatewayOptions, say: Say
+    config: RunConfig, manager: RolloutManager, options: GatewayOptions, out: Path, say: Say
 ) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -80,11 +82,11 @@ async def _serve(
     try:
         keys = config.rollout.agent.gateway
         settings = GatewaySettings.of(keys, host=options.host, port=options.port)
-        async with OpenSessions(config, manager, settings, options.out) as sessions:
+        async with OpenSessions(config, manager, settings, out) as sessions:
             for line in sessions.describe(await sessions.open()):
                 say(line)
             await stop.wait()
-        say(f"saved {sessions.num_saved} sessions to {options.out}")
+        say(f"saved {sessions.num_saved} sessions to {out}")
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)

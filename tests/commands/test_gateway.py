@@ -66,11 +66,11 @@ def test_agents_started_by_hand_leave_rollouts(tiny_home: Path, tmp_path: Path):
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    out = tmp_path / "sessions.jsonl"
+    out = tmp_path / "run" / "sessions.jsonl"
     file = read_run_file(run_file, [], Purpose.ROLLOUT)
     agent = threading.Thread(target=use_it)
     agent.start()
-    gateway_from_file(file, GatewayOptions(out=out), say=said.put)
+    gateway_from_file(file, GatewayOptions(), say=said.put)
     agent.join()
     assert seen.pop("is_complete")
     assert seen.pop("ended") == (

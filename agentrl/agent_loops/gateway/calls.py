@@ -138,6 +138,8 @@ class ChatReply:
     log_probs: Sequence[float] = ()
     prompt_tokens: int
     completion_tokens: int
+    thought_tokens: int = 0
+    """Tokens of the completion up to the end of its thought."""
     cached_tokens: int
     created: int
     """Unix time of the completion."""

@@ -206,10 +206,18 @@ def _write_call(call: SentCall) -> dict[str, Any]:
 
 
 def write_log_probs(reply: ChatReply) -> dict[str, Any]:
-    """Return the sampled tokens with their log-probabilities, as OpenAI writes them."""
+    """Return the sampled tokens with their log-probabilities, as OpenAI writes them.
+
+    A token that is a part of a character has no bytes.
+    """
     pairs = zip(reply.token_texts, reply.log_probs, strict=True)
     content = [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        {
+            "token": text,
+            "logprob": value,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+            "top_logprobs": [],
+        }
         for text, value in pairs
     ]
     return {"content": content, "refusal": None}
@@ -221,4 +229,5 @@ def _write_usage(reply: ChatReply) -> dict[str, Any]:
         "completion_tokens": reply.completion_tokens,
         "total_tokens": reply.prompt_tokens + reply.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reply.thought_tokens},
     }

@@ -134,7 +134,7 @@ class OpenAIResponses:
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": reply.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": reply.thought_tokens},
                 "total_tokens": reply.prompt_tokens + reply.completion_tokens,
             },
         }

@@ -515,10 +515,19 @@ class Trajectory:
             log_probs=completion.log_probs if call.logprobs else [],
             prompt_tokens=num_input,
             completion_tokens=len(completion.token_ids),
+            thought_tokens=self._count_thought(completion.token_ids, thought),
             cached_tokens=completion.cached_tokens,
             created=int(time.time()),
             unmet=unmet,
         )
+
+    def _count_thought(self, ids: Sequence[int], thought: str) -> int:
+        """Return the number of tokens up to the end of a completion's thought; 0 without one."""
+        template = self._context.template
+        text = template.decode(ids) if thought else ""
+        end = text.find(thought) + len(thought)
+        (span,) = template.token_spans.locate(ids, text, [(0, end) if thought else None])
+        return span[1] if span else 0
 
     def _find_unmet(self, call: ChatCall, calls: Sequence[SentCall]) -> tuple[str, ...]:
         """Return the names of the client's options that had no effect on this completion."""

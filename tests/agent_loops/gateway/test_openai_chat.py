@@ -132,6 +132,15 @@ async def test_options_without_effect_are_reported() -> None:
     assert served.request.metrics["gateway/ignored_temperature"] == 1
 
 
+async def test_a_part_of_a_character_has_no_bytes() -> None:
+    async with serve(["5€"]) as served, client(served) as api:
+        reply = await api.chat.completions.create(model="m", messages=QUESTION, logprobs=True)
+    five, *parts, end = reply.choices[0].logprobs.content
+    assert five.bytes == [ord("5")]
+    assert end.bytes == list(b"<|im_end|>")
+    assert [part.bytes for part in parts] == [None] * 3
+
+
 async def test_stop_sequences_and_log_probs() -> None:
     async with serve(["One two three."]) as served, client(served) as api:
         reply = await api.chat.completions.create(

@@ -7,7 +7,7 @@ import pytest
 
 from tests.agent_loops.gateway.test_openai_chat import client
 from tests.fakes.gateway import LOOKUP, serve
-from tests.fakes.plugins import calling, decode
+from tests.fakes.plugins import calling, decode, encode
 
 TOOL: Any = {"type": "function", "strict": False, **LOOKUP["function"]}
 ASKED: dict[str, Any] = {
@@ -25,6 +25,8 @@ async def test_items_of_one_completion_continue_the_sampled_tokens() -> None:
         assert first.status == "completed"
         kinds = [item.type for item in first.output]
         assert kinds == ["reasoning", "message", "function_call", "function_call"]
+        thought = first.usage.output_tokens_details.reasoning_tokens
+        assert thought == len(encode("<think>Hm."))
         assert first.output_text == "Two."
         results = [
             {"type": "function_call_output", "call_id": item.call_id, "output": "five"}
