@@ -4,10 +4,12 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import services
 
 from agentrl.cluster.monitor import NAMESPACE
 from agentrl.cluster.pools import NodeResources
@@ -45,13 +47,14 @@ def connected(config: ClusterConfig, *, min_cpus: float = 0) -> Iterator[str]:
     already = ray.is_initialized()
     try:
         if not already:
-            ray.init(
-                address=address,
-                namespace=NAMESPACE,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                **given,
-            )
+            with _own_session():
+                ray.init(
+                    address=address,
+                    namespace=NAMESPACE,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    **given,
+                )
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise ClusterError(
             f"cannot connect to the Ray cluster at {address}: {error}",
@@ -65,6 +68,21 @@ def connected(config: ClusterConfig, *, min_cpus: float = 0) -> Iterator[str]:
     finally:
         if not already:
             ray.shutdown()
+
+
+@contextmanager
+def _own_session() -> Iterator[None]:
+    """Start the processes of a local cluster in sessions of their own while the block runs.
+
+    A signal to the process group of the driver, such as that of `timeout`, would otherwise end Ray
+    before the ranks have saved. Ray does this itself on Windows, and has no option for it.
+    """
+    started = services.ConsolePopen
+    services.ConsolePopen = partial(started, start_new_session=True)  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = started
 
 
 def make_runtime_env(config: ClusterConfig) -> dict[str, Any]:

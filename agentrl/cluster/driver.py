@@ -27,7 +27,7 @@ from agentrl.cluster.handles import ClusterHandles, PluginHost, RemoteHost
 from agentrl.cluster.host import HostInfo, HostSpec
 from agentrl.cluster.inputs import Shipment
 from agentrl.cluster.logs import RunLogs
-from agentrl.cluster.monitor import Monitor, Snapshot
+from agentrl.cluster.monitor import Monitor, Silence, Snapshot
 from agentrl.cluster.placement import PlacedPool, place
 from agentrl.cluster.pools import (
     check_pools,
@@ -106,8 +106,12 @@ class ClusterRun:
     environment: Mapping[str, str]
     directory: str | None
     shipment: Shipment
+    facts: dict[str, Any]
+    """What the monitor knows of the run."""
     seen: dict[str, HostInfo] = field(default_factory=dict[str, HostInfo])
     """The last known process of each name."""
+    silence: Silence = field(default_factory=Silence)
+    """Of the ranks."""
 
     def start_workers(
         self, factory: str, arguments: Callable[[int], tuple[Any, ...]]
@@ -343,7 +347,9 @@ class ClusterRun:
                 rank=rank, world_size=len(hosts), local_rank=0, address=address, port=port
             )
             running[host.actor.call.remote("run", place, handles)] = rank
-        self.monitor.announce.remote({"state": "training"})
+        self.facts["state"] = "training"
+        self.monitor.announce.remote(self.facts)
+        self.silence = Silence()
         self.stop.is_waited_for = True
         try:
             return self._supervise(hosts, running)
@@ -384,22 +390,22 @@ class ClusterRun:
 
     def _watch(self, ranks: Mapping[str, RemoteHost]) -> None:
         """Report replaced processes, and end ranks that send no heartbeat any more."""
-        snapshot = self._snapshot()
+        snapshot = _snapshot_of(self.monitor)
+        silent_s = self.silence.measure(snapshot, ranks)
         if snapshot is None:
             return
-        limit = self.config.cluster.heartbeat_timeout_s
+        if snapshot.run != self.facts:  # the monitor was started again
+            self.monitor.announce.remote(self.facts)
         for name, beat in snapshot.beats.items():
             before = self.seen.get(name)
             if before is not None and before.process != beat.info.process:
                 self.say(f"{before} was lost and replaced: {beat.info}\n{self._tail(name)}")
             self.seen[name] = beat.info
-            silent_s = snapshot.now - beat.received
-            if name in ranks and silent_s > limit:
-                self.say(f"{beat.info} has sent no heartbeat for {silent_s:.0f} s: it is ended")
+        for name, seconds in silent_s.items():
+            if seconds > self.config.cluster.heartbeat_timeout_s:
+                who = self.seen.get(name, name)
+                self.say(f"{who} has sent no heartbeat for {seconds:.0f} s: it is ended")
                 _kill(ranks[name])
-
-    def _snapshot(self) -> Snapshot | None:
-        return _snapshot_of(self.monitor)
 
     def _with_role(self, role: HostRole) -> Iterator[PlacedPool]:
         return (placed for placed in self.pools.values() if role in placed.pool.roles)
@@ -520,7 +526,7 @@ def open_cluster(
                 config, shipment = ship_inputs(config, placed.values(), say)
                 yield ClusterRun(
                     config, run_id, placed, monitor, logs, stop, say, environment, directory,
-                    shipment,
+                    shipment, facts,
                 )  # fmt: skip
             finally:
                 for one in placed.values():

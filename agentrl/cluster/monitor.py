@@ -5,6 +5,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,36 @@ class Snapshot:
     """The monitor's clock, to which the heartbeats refer."""
     ended: dict[str, str] = field(default_factory=dict[str, str])
     """Processes that ended, each with the reason."""
+
+
+class Silence:
+    """How long processes have sent no heartbeat, also if the monitor was started again since.
+
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._heard: dict[str, float] = {}
+
+    def measure(self, snapshot: Snapshot | None, names: Iterable[str]) -> dict[str, float]:
+        """Return the seconds since the last heartbeat of each process.
+
+        A monitor that was started again does not know earlier heartbeats. For a process of which
+        none is known, the time of the first call counts as one.
+
+        Args:
+            snapshot: Of the monitor; None if it did not answer. That time does not count.
+            names: The processes.
+        """
+        now = self._clock()
+        if snapshot is None:
+            self._heard.clear()
+            return {}
+        for name, beat in snapshot.beats.items():
+            self._heard[name] = now - (snapshot.now - beat.received)
+        return {name: now - self._heard.setdefault(name, now) for name in names}
 
 
 class Monitor:

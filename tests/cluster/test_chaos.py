@@ -209,6 +209,25 @@ def test_a_run_ends_and_names_the_shortfall_if_no_node_replaces_a_killed_one(
 
 
 @pytest.mark.slow
+def test_a_silent_rank_is_ended_also_after_the_monitor_was_killed(
+    nodes: Nodes, tiny_home: Path, tmp_path: Path
+):
+    cluster = {"address": nodes.address, "pools": POOLS, "heartbeat_timeout_s": 6}
+    run = Run(nodes, tiny_home, tmp_path / "run", cluster=cluster | {"heartbeat_s": 1})
+    run.wait_for_step()
+    rank = run.victim("rank_1")
+    os.kill(rank.pid, signal.SIGSTOP)
+    (monitor,) = nodes.find("ray::Monitor")
+    monitor.kill()
+    assert run.wait() == 0, run.output.read_text()
+    text = run.output.read_text()
+    assert f"rank_1 (process {rank.pid}" in text
+    assert "has sent no heartbeat for" in text
+    assert "restart 1 of 1 from the last checkpoint" in text
+    run.check_samples()
+
+
+@pytest.mark.slow
 def test_a_killed_driver_leaves_nothing_and_the_run_resumes(
     nodes: Nodes, tiny_home: Path, tmp_path: Path, instant: float
 ):

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -220,9 +220,17 @@ def test_ranks_and_workers_on_three_nodes_train_on_the_batches_of_torchrun(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [(signal.SIGINT, os.killpg), (signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg)],
+    ids=["ctrl-c", "sigterm", "sigterm to the process group"],
+)
 def test_ctrl_c_saves_the_last_step_and_leaves_no_process(
-    tiny_home: Path, tmp_path: Path, ray_folder: Path, number: signal.Signals
+    tiny_home: Path,
+    tmp_path: Path,
+    ray_folder: Path,
+    number: signal.Signals,
+    send: Callable[[int, int], None],
 ):
     file = run_file(tiny_home, tmp_path, deed="time.sleep(0.5)", trainer__save_freq=-1,
                     trainer__total_training_steps=50)  # fmt: skip
@@ -231,7 +239,7 @@ def test_ctrl_c_saves_the_last_step_and_leaves_no_process(
     while not (tmp_path / "run/metrics.jsonl").stat().st_size:  # the first step is not complete
         assert process.poll() is None
         time.sleep(0.05)
-    process.send_signal(number)
+    send(process.pid, number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, out + err
     assert "interrupted" in out

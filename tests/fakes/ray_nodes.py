@@ -55,6 +55,10 @@ class Nodes:
 
     def processes(self) -> list[psutil.Process]:
         """What runs belong to: every process that a host of this cluster has started."""
+        return self.find("ray::Host", "sglang::", "engines.sglang")
+
+    def find(self, *names: str) -> list[psutil.Process]:
+        """Return the processes of this cluster with one of the names in their command."""
         wanted = f"{MARK}={self.mark}".encode()
         found: list[psutil.Process] = []
         for process in psutil.process_iter():
@@ -62,8 +66,8 @@ class Nodes:
                 environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
                 if wanted not in environment or process.status() == psutil.STATUS_ZOMBIE:
                     continue
-                name = " ".join(process.cmdline())
-                if any(part in name for part in ("ray::Host", "sglang::", "engines.sglang")):
+                command = " ".join(process.cmdline())
+                if any(name in command for name in names):
                     found.append(process)
         return found
 
