@@ -12,6 +12,8 @@ import inspect
 import json
 import os
 import sys
+import urllib.error
+import urllib.request
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,8 +57,24 @@ async def _await(value: Any) -> Any:
     return await value
 
 
+def report(reward: Any) -> None:
+    """Send the reward to the gateway. The output of the function can be too long to hold it."""
+    if hasattr(reward, "__float__") and not isinstance(reward, bool | int | float):
+        reward = float(reward)  # a number of numpy or torch
+    request = urllib.request.Request(
+        os.environ["AGENTRL_REWARD_URL"],
+        data=json.dumps({"reward": reward}, default=repr).encode(),
+        headers={"Authorization": f"Bearer {os.environ['AGENTRL_API_KEY']}"},
+    )
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        direct.open(request).close()
+    except urllib.error.HTTPError as error:
+        sys.exit(f"the agent returned the reward {reward!r}: {error.read().decode()}")
+
+
 def main() -> None:
-    """Call the function, and print its reward as the last line."""
+    """Call the function, and report its reward."""
     record = make_record(json.load(sys.stdin))
     folder, path = sys.argv[1:]
     sys.path[0] = folder  # it was the folder of this file
@@ -65,7 +83,7 @@ def main() -> None:
         returned = asyncio.run(_await(returned))
     reward = returned.get("reward") if isinstance(returned, dict) else returned
     if reward is not None:
-        print(f"\n{json.dumps({'reward': reward})}", flush=True)
+        report(reward)
 
 
 if __name__ == "__main__":

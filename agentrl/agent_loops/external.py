@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -148,7 +149,8 @@ class ExternalAgent:
             self._run = AgentProgram(config, config.command, gateway)
         elif config.isolation == "process":
             _load_function(config)
-            self._run = AgentProgram(config, _calling(str(config.python)), gateway)
+            command = _calling(str(config.python))
+            self._run = AgentProgram(config, command, gateway, prints_reward=False)
         else:
             self._run = AgentFunction(str(config.python), _load_function(config))
 
@@ -219,8 +221,7 @@ def _make_record(session: GatewaySession, request_id: str, row: dict[str, Any]) 
     environment = {
         **session.environment,
         "AGENTRL_REQUEST_ID": request_id,
-        "NO_PROXY": "127.0.0.1,localhost",
-        "no_proxy": "127.0.0.1,localhost",
+        **_exempt_loopback(os.environ),
     }
     return AgentRecord(
         base_url=session.base_url,
@@ -230,6 +231,13 @@ def _make_record(session: GatewaySession, request_id: str, row: dict[str, Any]) 
         request_id=request_id,
         environment=environment,
     )
+
+
+def _exempt_loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that keep calls of the gateway from a proxy, which cannot reach it."""
+    given = ",".join(environment.get(name, "") for name in ("NO_PROXY", "no_proxy")).split(",")
+    hosts = dict.fromkeys([*filter(None, map(str.strip, given)), "127.0.0.1", "localhost"])
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(hosts))
 
 
 def visible_row(request: AsyncRolloutRequest, hidden_keys: Sequence[str]) -> dict[str, Any]:
@@ -277,13 +285,22 @@ class AgentProgram:
         config: `rollout.agent`.
         command: The program and its arguments.
         gateway: The gateway, which an isolated program reaches by a socket.
+        prints_reward: Whether a JSON line of its output can be its reward.
 
     Raises:
         ConfigError: If the program or a file does not exist.
         SandboxError: If the sandbox is not available.
     """
 
-    def __init__(self, config: AgentConfig, command: list[str], gateway: Gateway) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        command: list[str],
+        gateway: Gateway,
+        *,
+        prints_reward: bool = True,
+    ) -> None:
+        self._prints_reward = prints_reward
         limits = config.sandbox or _NO_SANDBOX
         self._is_isolated = limits.provider == "bubblewrap"
         if self._is_isolated:
@@ -311,14 +328,14 @@ class AgentProgram:
                 command,
                 files={**self._files, ROW_FILE: row},
                 stdin=row,
-                env={**self._env, **record.environment},
+                env={**self._env, **record.environment, **_exempt_loopback(self._env)},
                 timeout_s=timeout_s,
             )
         except AgentRLError as error:  # the sandbox failed
             return _Outcome(AgentRun(end="error", stderr=_shorten(text_of(error))), error=error)
         outcome = _Outcome(_record_execution(execution))
         try:
-            outcome.reward = _find_reward(execution.stdout)
+            outcome.reward = _find_reward(execution.stdout) if self._prints_reward else None
         except AgentError as error:
             outcome.error = error
         if not execution.is_ok:
@@ -469,9 +486,10 @@ def _check_reward(value: Any) -> float | None:
     if value is None:
         return None
     # A JSON integer can have more digits than a float can hold.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and abs(value) < MAX_REWARD:
-        return float(value)
+    with suppress(OverflowError):
+        is_number = hasattr(value, "__float__") and not isinstance(value, bool)
+        if is_number and abs(number := float(value)) < MAX_REWARD:
+            return number
     raise AgentError(
         f"the agent reports the reward {_shorten(repr(value), 80)}", expected="a finite number"
     )
@@ -487,6 +505,7 @@ class AgentFunction:
 
     def __init__(self, path: str, function: Callable[[AgentRecord], Any]) -> None:
         self._path, self._function = path, function
+        os.environ.update(_exempt_loopback(os.environ))
 
     async def __call__(self, record: AgentRecord, timeout_s: float) -> _Outcome:
         """Call the function once."""

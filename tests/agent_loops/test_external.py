@@ -11,7 +11,9 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.request import proxy_bypass
 
+import numpy as np
 import psutil
 import pytest
 
@@ -390,6 +392,12 @@ async def cancelling(record: AgentRecord) -> None:
     raise asyncio.CancelledError
 
 
+async def proxied(record: AgentRecord) -> np.float32:
+    await call(record)
+    is_exempt = proxy_bypass("127.0.0.1") and proxy_bypass("internal.example")
+    return np.float32(is_exempt)
+
+
 HERE = "tests.agent_loops.test_external"
 
 
@@ -438,7 +446,15 @@ def solve(record):
     if record.row["extra_info"].get("hang"):
         while True:
             pass
-    return {"reward": 0.125}
+    if "value" in record.row["extra_info"]:
+        return record.row["extra_info"]["value"]
+    print('{"reward": 7}', "x" * 300_000, sep="\\n")
+    return {"reward": Half()}
+
+
+class Half:
+    def __float__(self):
+        return 0.5
 """
 
 
@@ -447,9 +463,27 @@ async def test_function_in_a_process_can_be_killed(gateway, tmp_path):
     file.write_text(AGENT_FILE, encoding="utf-8")
     keys = {"python": f"{file}:solve", "isolation": "process", "timeout_s": 2.0}
     request = await run(gateway, **keys)
-    assert (request.stop_reason, request.agent_reward) == (StopReason.ANSWERED, 0.125)
+    assert (request.stop_reason, request.agent_reward) == (StopReason.ANSWERED, 0.5)
     late = await run(gateway, request=make_request(extra_info={"hang": True}), **keys)
     assert late.stop_reason is StopReason.WALL_CLOCK
+    wrong = await run(gateway, request=make_request(extra_info={"value": "high"}), **keys)
+    assert wrong.error is not None
+    assert wrong.error.fault is Fault.AGENT
+    assert "the agent returned the reward 'high'" in wrong.error.message
+
+
+async def test_calls_of_the_gateway_use_no_proxy(gateway, tmp_path, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "internal.example")
+    monkeypatch.setenv("no_proxy", "")
+    source = "import os\nfrom urllib.request import getproxies_environment as get\nask()\n"
+    source += "print(os.environ['no_proxy'], get()['no'])"
+    request = await run_program(gateway, tmp_path, source)
+    assert request.agent_run is not None
+    hosts = "internal.example,127.0.0.1,localhost"
+    assert request.agent_run.stdout == f"{hosts} {hosts}\n"
+    ran = await run(gateway, python=f"{HERE}:proxied")
+    assert ran.agent_reward == 1.0, ran.error
 
 
 def test_function_that_does_not_exist_is_an_error_at_start():
