@@ -443,10 +443,12 @@ class ClusterRun:
     def _tail(self, name: str) -> str:
         return self.logs.tail(name)
 
-    def _lost(self, host: RemoteHost, error: RayError) -> ProcessLostError:
-        info = self.seen.get(host.name)
-        return ProcessLostError(
-            f"{info or host.name} died",
+    def _lost(self, host: RemoteHost, error: RayError) -> ClusterError:
+        """Describe a process that died; one whose constructor raised would fail again."""
+        has_failed = isinstance(error, RayActorError) and error.actor_init_failed
+        kind = ClusterError if has_failed else ProcessLostError
+        return kind(
+            f"{self.seen.get(host.name, host.name)} {'did not start' if has_failed else 'died'}",
             reason=_reason(error),
             log=self.logs.path(host.name),
             last_lines="\n" + self._tail(host.name),
@@ -571,4 +573,7 @@ def _kill(host: RemoteHost) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split())[:600]
+    """Return Ray's text in one line; of a constructor's traceback, the last line."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    has_traceback = isinstance(error, RayActorError) and error.actor_init_failed
+    return " ".join(lines[-1:] if has_traceback else lines)[:600]

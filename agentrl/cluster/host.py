@@ -1,4 +1,4 @@
-"""The actor in which every process of a run on Ray lives, and the process' log and heartbeat.
+"""The actor in which every process of a run on Ray lives, and the process's log and heartbeat.
 
 A `Host` makes an object of a plain class and calls its methods. It writes everything that its
 process prints to one file of the run folder (through the monitor if the node does not share the

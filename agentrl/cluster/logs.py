@@ -50,7 +50,7 @@ class RunLogs:
         return self.folder / f"{name}.log"
 
     def tail(self, name: str) -> str:
-        """Return the last lines of a process' log."""
+        """Return the last lines of a process's log."""
         self.collect()
         with suppress(OSError), self.path(name).open("rb") as file:
             file.seek(max(0, self.path(name).stat().st_size - _TAIL_BYTES))
