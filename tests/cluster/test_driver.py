@@ -16,16 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.commands.status import show_status
-from agentrl.config import parse_config
-from agentrl.errors import ClusterError
 from tests.fakes.ray_nodes import POOLS, ray_nodes, wait_until
 from tests.fakes.runs import ROOT, read_lines, tiny_run, write_yaml
 from tests.fakes.torchrun import ranks_of
 
 pytest.importorskip("ray")
-
-from agentrl.cluster.driver import open_cluster
-from agentrl.cluster.handles import ClusterHandles
 
 SCORES = """
 import os, pathlib, time
@@ -265,31 +260,6 @@ def test_a_lost_rank_ends_the_run_and_is_named_with_its_log(
     assert "last_lines" in err
     assert "trainer.max_restarts=0" in err
     await_none(ray_folder)
-
-
-class Broken:
-    """A rank whose constructor raises."""
-
-    def __init__(self) -> None:
-        raise LookupError("no such thing")
-
-
-@pytest.mark.slow
-def test_a_rank_that_cannot_start_ends_the_run_without_a_restart(
-    tiny_home: Path, tmp_path: Path, ray_folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("RAY_TMPDIR", str(ray_folder))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    trainer = {"trainer__n_gpus_per_node": 1, "trainer__max_restarts": 3}
-    config = parse_config(tiny_run(tiny_home, tmp_path / "run", **trainer, cluster={}))
-    said: list[str] = []
-    with (
-        open_cluster(config, say=said.append) as run,
-        pytest.raises(ClusterError, match="rank_0 did not start") as caught,
-    ):
-        run.train(f"{__name__}:Broken", (), ClusterHandles())
-    assert caught.value.details["reason"] == "LookupError: no such thing"
-    assert not any("restart" in line for line in said)
 
 
 @pytest.mark.slow
