@@ -1,6 +1,7 @@
 """A run on two nodes with a tool and a scorer that ask for a resource of the second one."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,7 @@ def test_tools_and_scorers_run_where_their_resources_are(tiny_home: Path, tmp_pa
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
         )
     assert "tool index: 1 node x 1 CPU, 0.5 disk" in done.stdout
+    assert re.search(r"plugin_0 \(process \d+ .*\) was lost and replaced", done.stdout), done.stdout
     places = {
         what: {tuple(line.split()) for line in (tmp_path / what).read_text().splitlines()}
         for what in ("tool", "scorer", "shutdown")

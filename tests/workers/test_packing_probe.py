@@ -57,7 +57,9 @@ def make(kind: type[PreTrainedModel], config: Any, folder: Path) -> ModelConfig:
 def test_model_whose_sequences_mix_is_refused(
     world: World, tmp_path: Path, kind: type[PreTrainedModel], config: Any
 ):
-    with pytest.raises(ConfigError, match=f"{kind.__name__}: sequences in one micro-batch change"):
+    # From transformers 5.24 on, Falcon mixes only sequences that share a prefix.
+    how = "(in one micro-batch|that share a prefix)"
+    with pytest.raises(ConfigError, match=f"{kind.__name__}: sequences {how} change each other's"):
         load_policy(make(kind, config, tmp_path), world, FsdpConfig())
 
 
