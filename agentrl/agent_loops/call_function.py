@@ -2,7 +2,7 @@
 
 `rollout.agent.isolation: process` runs it for each request. It imports nothing of agentrl, so that
 it starts fast; modules are also found in FOLDER. The record has the attributes of
-`agentrl.agent_loops.external.AgentRecord`.
+`agentrl.agent_loops.agent_record.AgentRecord`.
 """
 
 import asyncio

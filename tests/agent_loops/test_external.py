@@ -17,8 +17,9 @@ import numpy as np
 import psutil
 import pytest
 
-from agentrl.agent_loops import external
-from agentrl.agent_loops.external import AgentRecord, ExternalAgent, visible_row
+from agentrl.agent_loops import agent_program
+from agentrl.agent_loops.agent_record import AgentRecord, visible_row
+from agentrl.agent_loops.external import ExternalAgent
 from agentrl.agent_loops.gateway import Gateway
 from agentrl.config.schema.agent import AgentConfig
 from agentrl.errors import ConfigError, EngineError, Fault, PluginError
@@ -321,8 +322,8 @@ async def test_first_prompt_that_does_not_fit_fails_the_request(gateway):
 def test_program_does_not_inherit_secrets(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "sk-judge")
     monkeypatch.setenv("PLAIN_NAME", "kept")
-    assert "JUDGE_API_KEY" not in external._inherited()
-    assert external._inherited()["PLAIN_NAME"] == "kept"
+    assert "JUDGE_API_KEY" not in agent_program._inherited()
+    assert agent_program._inherited()["PLAIN_NAME"] == "kept"
 
 
 def test_program_that_does_not_exist_is_an_error_at_start():
