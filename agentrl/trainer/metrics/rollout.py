@@ -100,18 +100,15 @@ def _turn_metrics(requests: Requests) -> MetricDict:
 
 
 def _branch_metrics(requests: Requests) -> MetricDict:
-    """Count the sequences of trajectories, by cause; nothing if every trajectory has one."""
+    """Count the sequences of trajectories, branches by cause, and histories left as they were."""
     causes = Counter(one.branch_cause for request in requests for one in request.branches)
     missed = Counter[str]()
     for one in (one for request in requests for one in request.sequences):
         missed.update({n: int(v) for n, v in one.metrics.items() if n.startswith(NO_SPACE)})
-    metrics: MetricDict = {f"rollout/{name}": SumMetric(float(n)) for name, n in missed.items()}
-    if not causes:
-        return metrics
     return {
-        **metrics,
         **mean_max_min("rollout/sequences", [len(request.sequences) for request in requests]),
         **{f"rollout/branches/{c}": SumMetric(float(causes[c])) for c in causes if c is not None},
+        **{f"rollout/{name}": SumMetric(float(n)) for name, n in missed.items()},
     }
 
 
@@ -194,16 +191,25 @@ def _agent_loop_metrics(requests: Requests) -> MetricDict:
 
 
 def _gateway_metrics(requests: Requests) -> MetricDict:
-    """Counts of the gateway, for each request that it served (docs/gateway.md).
+    """Sequences of each request that the gateway served, and its other counts (docs/gateway.md).
 
-    Names of clients' options are left out, so that clients cannot fill the log with columns.
+    A count that a rank does not have is 0 there, so these are sums. Names of clients' options are
+    left out, so that clients cannot fill the log with columns.
     """
     served = [r.metrics for r in requests if "gateway/sequences" in r.metrics]
-    names = {name for one in served for name in one if name.startswith("gateway/")}
+    if not served:
+        return {}
+    counts = Counter[str]()
+    for one in served:
+        counts.update({n: int(v) for n, v in one.items() if n.startswith("gateway/")})
+    num_sequences = counts.pop("gateway/sequences")
     return {
-        f"{name}/mean": MeanMetric.of([one.get(name, 0.0) for one in served])
-        for name in sorted(names)
-        if not name.startswith("gateway/ignored_")
+        "gateway/sequences/mean": MeanMetric(num_sequences, len(served)),
+        **{
+            name: SumMetric(float(number))
+            for name, number in sorted(counts.items())
+            if not name.startswith("gateway/ignored_")
+        },
     }
 
 

@@ -9,6 +9,7 @@ from agentrl.engines.protocol import VersionSpan
 from agentrl.errors import Fault
 from agentrl.messages import CallOutcome, Message
 from agentrl.protocol import DataProto
+from agentrl.rollout.compaction import count_no_space
 from agentrl.rollout.records import CallRecord, TokenDifference
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
@@ -154,13 +155,22 @@ def test_what_the_token_check_was_not_drawn_for_counts_as_nothing():
     assert "rollout/tokenization_differences_frac" not in rollout_metrics([make_tool_request()])
 
 
-def test_the_counts_of_the_gateway_are_means_of_the_requests_that_it_served():
+def test_the_counts_of_the_gateway_are_sums_and_its_sequences_a_mean():
     one, other = make_tool_request(), make_tool_request()
     one.metrics |= {"gateway/sequences": 2.0, "gateway/discarded": 1.0, "gateway/ignored_x": 1.0}
     other.metrics |= {"gateway/sequences": 1.0}
     found = rollout_metrics([one, other, make_tool_request()])
     counts = {name: value for name, value in found.items() if name.startswith("gateway/")}
-    assert counts == {"gateway/sequences/mean": 1.5, "gateway/discarded/mean": 0.5}
+    assert counts == {"gateway/sequences/mean": 1.5, "gateway/discarded": 1.0}
+
+
+def test_histories_that_could_not_be_compacted_are_counted():
+    one, other = make_tool_request(), make_tool_request()
+    for request in (one, other, other):
+        count_no_space(request, "summary")
+    found = rollout_metrics([one, other, make_tool_request()])
+    assert found["rollout/compaction/no_space_for_summary"] == 3
+    assert found["rollout/sequences/mean"] == 1
 
 
 def test_agent_loops_report_what_they_sampled_and_did_not_train():
