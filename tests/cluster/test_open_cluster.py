@@ -1,5 +1,6 @@
 """What a run says if its processes do not start, on a local cluster of this process."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -13,6 +14,8 @@ from agentrl.errors import ClusterError
 from tests.fakes.runs import ROOT, tiny_run
 
 pytest.importorskip("ray")
+
+from ray._private import worker
 
 from agentrl.cluster.connection import connected
 from agentrl.cluster.driver import ClusterRun, open_cluster
@@ -30,6 +33,14 @@ class Broken:
 
     def __init__(self) -> None:
         raise LookupError("no such thing")
+
+
+class Telling:
+    """A rank that fails and names the variables that it got."""
+
+    def __init__(self) -> None:
+        names = [name for name in ("JUDGE_API_KEY", "PLAIN") if os.environ.get(name)]
+        raise LookupError(", ".join(names))
 
 
 class Slow:
@@ -68,6 +79,26 @@ def test_a_rank_whose_constructor_raises_ends_the_run_without_a_restart(tmp_path
     assert "did not start" in str(caught.value)
     assert caught.value.details["reason"] == "LookupError: no such thing"
     assert not any("restart" in line for line in said)
+
+
+def test_named_variables_reach_processes_and_no_log_has_their_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    values = {"JUDGE_API_KEY": "sk-1f6c0de5ec2e7", "PLAIN": "value-9a3b7c5d1e"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    said: list[str] = []
+    config = make_config(tmp_path, runtime_env={"env_vars": list(values)})
+    with opened(config, said) as run, pytest.raises(ClusterError) as caught:
+        run.train(f"{__name__}:Telling", (), ClusterHandles())
+    assert caught.value.details["reason"] == "LookupError: JUDGE_API_KEY, PLAIN"
+    session = Path(worker._global_node.get_session_dir_path())
+    written = [*session.rglob("*"), *(tmp_path / "run").rglob("*")]
+    texts = [file.read_bytes() for file in written if file.is_file()]
+    assert len(texts) > 10
+    for value in values.values():
+        assert not any(value.encode() in text for text in texts)
+        assert not any(value in line for line in (*said, str(caught.value)))
 
 
 def test_a_rank_that_does_not_start_in_time_is_named_with_its_log(tmp_path: Path):
