@@ -248,6 +248,23 @@ def test_ctrl_c_saves_the_last_step_and_leaves_no_process(
 
 
 @pytest.mark.slow
+def test_a_second_ctrl_c_does_not_wait_for_the_ranks(
+    tiny_home: Path, tmp_path: Path, ray_folder: Path
+):
+    file = run_file(tiny_home, tmp_path, deed="os.kill(os.getpid(), 19)")  # SIGSTOP
+    (tmp_path / "armed").touch()
+    process = spawn(file, ray_folder, "cluster.stop_timeout_s=150")
+    await_file(tmp_path / "reached", process)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, out + err
+    await_none(ray_folder)
+
+
+@pytest.mark.slow
 def test_a_lost_rank_ends_the_run_and_is_named_with_its_log(
     tiny_home: Path, tmp_path: Path, ray_folder: Path
 ):
