@@ -105,7 +105,9 @@ class Sandbox(Protocol):
             stdin: The text of its standard input.
             env: Environment variables, besides those of the sandbox.
             timeout_s: Seconds; None for the configured value.
-            max_output_bytes: Bytes of output to keep; None for the configured value.
+            max_output_bytes: Bytes of output to keep; None for the configured value. Of a longer
+                output half of them are from its start and half from its end (a service keeps the
+                start only).
 
         Raises:
             SandboxError: If the sandbox itself failed, and not the program.

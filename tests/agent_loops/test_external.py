@@ -236,6 +236,17 @@ async def test_reward_is_the_last_json_line_that_has_one(gateway, tmp_path, line
     assert request.agent_reward == reward
 
 
+async def test_reward_and_error_after_much_output_are_found(gateway, tmp_path):
+    much = "ask()\nprint('{\"reward\": 1}')\nfor _ in range(9): print('x' * 100_000)\n"
+    request = await run_program(gateway, tmp_path, much + "print('{\"reward\": 0.5}')")
+    assert request.agent_reward == 0.5
+    assert request.agent_run is not None
+    assert request.agent_run.num_cut_bytes > 600_000
+    failed = await run_program(gateway, tmp_path, much + "raise KeyError('no such tool')")
+    assert failed.error is not None
+    assert "KeyError: 'no such tool'" in failed.error.message
+
+
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", '"0.5"', "true", "1e305", "1" + "0" * 400, "[1]"]
 )

@@ -74,7 +74,10 @@ class Guest:
             program = Program(argv, request.get("stdin", ""), self._limits, env=env)
         except (OSError, ValueError) as error:
             return {"end": "error", "stderr": f"{argv[0]}: {describe(error)}\n", "exit_code": 127}
-        reader = OutputReader(program.outputs, request["timeout_s"], request["max_output_bytes"])
+        limit = request["max_output_bytes"]
+        # The last line of a program can be its result.
+        num_end = limit // 2 if request["op"] == "program" else 0
+        reader = OutputReader(program.outputs, request["timeout_s"], limit, max_end_bytes=num_end)
         reader.read_until(program.has_ended)
         self.kill_all()
         return program.result(reader)

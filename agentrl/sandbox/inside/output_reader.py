@@ -20,12 +20,14 @@ def output_pipe() -> tuple[int, int]:
 
 
 class OutputReader:
-    """Keeps the first part of an output until it ends, its time is up, or it is a flood.
+    """Keeps the start of an output until it ends, its time is up, or it is a flood.
 
     Args:
         outputs: Descriptors of stdout and stderr, which do not block.
         timeout_s: Seconds from now on.
         max_output_bytes: Bytes of output that are kept.
+        max_end_bytes: How many of them are kept from the end of a longer output, in equal parts for
+            each descriptor.
         answers: A descriptor to wait for besides the outputs.
     """
 
@@ -35,12 +37,17 @@ class OutputReader:
         timeout_s: float,
         max_output_bytes: int,
         *,
+        max_end_bytes: int = 0,
         answers: int | None = None,
     ) -> None:
         self._outputs = outputs
         self._extra = [] if answers is None else [answers]
         self._kept = {descriptor: bytearray() for descriptor in outputs}
+        self._ends = {descriptor: bytearray() for descriptor in outputs}
+        self._has_gap = dict.fromkeys(outputs, False)
         self._max_bytes = max_output_bytes
+        self._max_end_bytes = max_end_bytes // len(outputs)
+        self._max_start_bytes = max_output_bytes - self._max_end_bytes * len(outputs)
         self._num_bytes = 0
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s
@@ -50,10 +57,6 @@ class OutputReader:
     def is_flooded(self) -> bool:
         """Whether the process writes without end."""
         return self._num_bytes > _FLOOD_FACTOR * self._max_bytes
-
-    @property
-    def _num_kept(self) -> int:
-        return sum(map(len, self._kept.values()))
 
     def read_until(self, is_done: Callable[[], bool]) -> None:
         """Read until `is_done`, the deadline, or a flood; then read what the pipes still hold."""
@@ -78,18 +81,31 @@ class OutputReader:
         if not chunk:
             self._open.discard(descriptor)
             return False
-        self._kept[descriptor] += chunk[: max(0, self._max_bytes - self._num_kept)]
         self._num_bytes += len(chunk)
+        num_kept = sum(map(len, self._kept.values()))
+        free = max(0, self._max_start_bytes - num_kept)
+        self._kept[descriptor] += chunk[:free]
+        end = self._ends[descriptor]
+        end += chunk[free:]
+        if len(end) > self._max_end_bytes:
+            del end[: len(end) - self._max_end_bytes]
+            self._has_gap[descriptor] = True
         return True
+
+    def _text(self, descriptor: int) -> str:
+        gap = b"\n" if self._has_gap[descriptor] and self._ends[descriptor] else b""
+        kept = self._kept[descriptor] + gap + self._ends[descriptor]
+        return kept.decode(errors="replace")
 
     def result(self) -> dict[str, Any]:
         """Return what was read, in the fields of an answer."""
-        stdout, stderr = (self._kept[d].decode(errors="replace") for d in self._outputs)
+        stdout, stderr = map(self._text, self._outputs)
+        num_kept = sum(len(part) for kept in (self._kept, self._ends) for part in kept.values())
         if self.is_flooded:
             stderr += f"[killed: it wrote more than {_FLOOD_FACTOR * self._max_bytes} bytes]\n"
         return {
             "stdout": stdout,
             "stderr": stderr,
             "seconds": time.monotonic() - self._started,
-            "num_cut_bytes": self._num_bytes - self._num_kept,
+            "num_cut_bytes": self._num_bytes - num_kept,
         }
