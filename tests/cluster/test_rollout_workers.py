@@ -22,6 +22,7 @@ from tests.fakes.plugins import make_prompts
 from tests.fakes.rollout_actors import HostedWorker
 from tests.fakes.runs import CALL, make_home, tiny_run
 
+DELEGATE = CALL.replace("calculator", "delegate").replace("expression", "task")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
@@ -50,12 +51,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Work:
     """Twelve requests of two turns, which call the calculator."""
 
-    def __init__(self, home: Path, actors: list[Any], *, call_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, home: Path, actors: list[Any], *, call_timeout_s: float = 60.0, **changes: Any
+    ) -> None:
         from agentrl.cluster.handles import RemoteHost
         from agentrl.cluster.rollout_workers import connect_workers
 
         longer = {"data__max_response_length": 400, "rollout__multi_turn__max_tokens_per_turn": 200}
-        self.config = parse_config(tiny_run(home, home / "run", **longer))
+        self.config = parse_config(tiny_run(home, home / "run", **longer | changes))
         plugins = load_plugins(self.config)
         self.setup = make_rollout_setup(self.config, plugins, probe_model(self.config, plugins))
         hosts = [RemoteHost(f"rollout_{i}", "rollout", "main", a) for i, a in enumerate(actors)]
@@ -75,6 +78,13 @@ class Work:
         engine = ScriptedEngine(answers, tokenizer=self.setup.tokenizer)
         manager = make_manager(self.config, self.setup, engine, None if local else self.pool.run)
         return await manager.rollout(manager.make_requests(make_prompts(6), manager.train_plan()))
+
+
+def delegate_once(ids: Any, sampling: Any, request_id: str, turn: int) -> str:
+    """Ask a sub-agent, which calls the calculator."""
+    if "/" in request_id:
+        return CALL if turn == 0 else "42"
+    return DELEGATE if turn == 0 else "It is 42."
 
 
 def kept(requests: list[AsyncRolloutRequest]) -> list[Any]:
@@ -98,6 +108,30 @@ def test_a_killed_worker_costs_no_sample(home: Path, actors: list[Any], caplog: 
         await work.pool.open()  # waits until Ray has started the worker again
         assert await actors[0].call.remote("pid") != pid
         assert kept(await work.run()) == expected
+        await work.pool.close()
+
+    asyncio.run(main())
+
+
+def test_sub_agents_run_in_workers_as_in_one_process(home: Path, actors: list[Any]):
+    tools = "configs/tool_config/delegate_tool.yaml"
+    work = Work(
+        home, actors, rollout__multi_turn__tool_config_path=tools, data__max_prompt_length=600
+    )
+
+    async def run(*, local: bool) -> list[AsyncRolloutRequest]:
+        engine = ScriptedEngine(delegate_once, tokenizer=work.setup.tokenizer)
+        manager = make_manager(work.config, work.setup, engine, None if local else work.pool.run)
+        return await manager.rollout(manager.make_requests(make_prompts(4), manager.train_plan()))
+
+    async def main() -> None:
+        await work.pool.open()
+        alone, spread = await run(local=True), await run(local=False)
+        assert kept(spread) == kept(alone)
+        for one, other in zip(alone, spread, strict=True):
+            assert [branch.branch_cause for branch in other.branches] == ["delegate"]
+            assert kept(other.branches) == kept(one.branches)
+            assert other.branches[0].num_tool_calls == 1
         await work.pool.close()
 
     asyncio.run(main())
