@@ -92,6 +92,26 @@ async def test_answer_of_a_sub_agent_is_the_result_and_its_sequence_a_branch() -
     assert set(tool.lives) == {request.request_id, child.request_id}
 
 
+async def test_sub_agent_replaces_its_own_history_by_a_summary() -> None:
+    engine = acting([ASK, "Wet."], [LOOK, "It rains.", "Rain."])
+    compaction = {"trigger_tokens": 10, "heading": "So far:"}
+    tools = [DelegateTool({"compaction": compaction}), FakeTool()]
+    request = await run_request(make_request(), make_context(engine, tools=tools))
+    assert [one.differences for one in request.sequences] == [[], [], []]
+    summarized, child = request.branches
+    assert [one.branch_cause for one in request.branches] == ["compaction", "delegate"]
+    assert child.parent_id == summarized.request_id
+    assert summarized.parent_id == request.request_id
+    assert [turn.is_compaction for turn in summarized.turns][-2:] == [True, True]
+    assert decode(child.prompt_ids).count("So far:\nIt rains.") == 1
+    assert decode(child.response_ids).startswith("Rain.")
+    assert not any(turn.is_compaction for turn in request.turns)
+    rows = collate([request], pad_token_id=0).batch
+    assert rows is not None
+    assert rows["trajectory_ids"].tolist() == [0, 0, 0]
+    assert (rows["response_mask"].sum(dim=1) > 0).all()
+
+
 async def test_rows_and_mask_of_the_trajectory_after_collate() -> None:
     request = await roll_out(acting([ASK, "Thanks."], [LOOK, "Rain."]))
     request.reward = 1.0
