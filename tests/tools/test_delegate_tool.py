@@ -108,7 +108,8 @@ async def test_sub_agent_replaces_its_own_history_by_a_summary() -> None:
     assert not any(turn.is_compaction for turn in request.turns)
     rows = collate([request], pad_token_id=0).batch
     assert rows is not None
-    assert rows["trajectory_ids"].tolist() == [0, 0, 0]
+    assert rows["trajectory_ids"].shape == (3,)
+    assert rows["trajectory_ids"].unique().numel() == 1
     assert (rows["response_mask"].sum(dim=1) > 0).all()
 
 
