@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+from agentrl.media.records import MediaSpan
+
 if TYPE_CHECKING:
     import torch
 
@@ -80,15 +82,29 @@ class EngineCall:
     input_ids: Sequence[int]
     sampling: SamplingParams
     request_id: str
+    media: Sequence[MediaSpan] = ()
+    """The runs of placeholder tokens in `input_ids`, in order."""
 
 
 class CompletionSource(Protocol):
     """The part of an engine that a request uses."""
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
-        """Continue `input_ids`. Returns at a stop, at a limit, or when aborted."""
+        """Continue `input_ids`. Returns at a stop, at a limit, or when aborted.
+
+        Args:
+            input_ids: The whole sequence; each image and video has all its placeholder tokens.
+            sampling: How to sample.
+            request_id: Names the call in errors and in `abort`.
+            media: The runs of placeholder tokens in `input_ids`, in order.
+        """
         ...
 
 
@@ -212,6 +228,7 @@ async def generate_each(
 ) -> "list[Completion | BaseException]":
     """Run calls concurrently, each with its own `generate` (see `Engine.generate_together`)."""
     generating = (
-        source.generate(call.input_ids, call.sampling, request_id=call.request_id) for call in calls
+        source.generate(call.input_ids, call.sampling, request_id=call.request_id, media=call.media)
+        for call in calls
     )
     return await asyncio.gather(*generating, return_exceptions=True)

@@ -20,6 +20,7 @@ from agentrl.engines.protocol import (
 )
 from agentrl.engines.stopping import StopCheck
 from agentrl.errors import EngineError
+from agentrl.media.records import MediaSpan
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +116,12 @@ class ScriptedEngine:
         self._is_closed = False
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
         """Answer the next turn of `request_id` (see `Engine.generate`).
 

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import (
     Field,
     ModelWrapValidatorHandler,
@@ -26,6 +28,8 @@ from pydantic import (
 from agentrl.data.rows import Prompt
 from agentrl.engines.protocol import FinishReason, VersionSpan
 from agentrl.errors import LedgerError, TransitionError
+from agentrl.media.positions import Run, compute_position_ids, place_runs
+from agentrl.media.records import MediaSpan
 from agentrl.messages import Message
 from agentrl.rollout.ledger import Ledger, make_turn, save_state, split_saved
 from agentrl.rollout.records import BranchCause, Failure, RequestFields, Turn
@@ -70,11 +74,17 @@ class AsyncRolloutRequest(RequestFields):
         _error: Failure | None = PrivateAttr()
         _ledger: Ledger = PrivateAttr()
         _turns: list[Turn] = PrivateAttr()
+        _media_spans: list[MediaSpan] = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
         """Initialize the private attributes."""
         vars(self).update(
-            _state=RequestState.PENDING, _stop_reason=None, _error=None, _ledger=Ledger(), _turns=[]
+            _state=RequestState.PENDING,
+            _stop_reason=None,
+            _error=None,
+            _ledger=Ledger(),
+            _turns=[],
+            _media_spans=[],
         )
 
     @classmethod
@@ -210,6 +220,16 @@ class AsyncRolloutRequest(RequestFields):
         return list(range(len(self._ledger)))
 
     @property
+    def mrope_position_ids(self) -> NDArray[np.int64]:
+        """`[3, L]`: temporal, vertical and horizontal position of each of `input_ids`."""
+        return compute_position_ids(self._media_spans, 0, len(self._ledger))
+
+    @property
+    def media_spans(self) -> tuple[MediaSpan, ...]:
+        """The runs of placeholder tokens of images and videos in `input_ids`, in order."""
+        return tuple(self._media_spans)
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self._ledger.prompt_ids)
@@ -219,8 +239,12 @@ class AsyncRolloutRequest(RequestFields):
         """Length of the response."""
         return len(self._ledger.response_ids)
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
+    def begin(self, prompt_ids: Sequence[int], runs: Sequence[Run] = ()) -> None:
         """Set the tokens of the prompt, once, before anything is appended.
+
+        Args:
+            prompt_ids: The tokens; each image and video has all its placeholder tokens.
+            runs: The runs of placeholder tokens in them, in order.
 
         Raises:
             LedgerError: If the prompt is empty, or the request has begun or ended.
@@ -230,6 +254,7 @@ class AsyncRolloutRequest(RequestFields):
         if not len(prompt_ids):
             raise LedgerError("a prompt without tokens", expected="at least one token")
         self._ledger = Ledger(prompt_ids)
+        self._media_spans = place_runs([], runs)
 
     def append_sampled(
         self,
@@ -260,9 +285,20 @@ class AsyncRolloutRequest(RequestFields):
         return turn
 
     def append_observed(
-        self, ids: Sequence[int], *, role: Literal["tool", "user"], seconds: float = 0.0
+        self,
+        ids: Sequence[int],
+        *,
+        role: Literal["tool", "user"],
+        seconds: float = 0.0,
+        runs: Sequence[Run] = (),
     ) -> Turn:
         """Append what the policy is shown, with mask 0, as a new turn.
+
+        Args:
+            ids: The tokens; each image and video has all its placeholder tokens.
+            role: Who the tokens are from.
+            seconds: How long the policy waited for them.
+            runs: The runs of placeholder tokens in `ids`, in order.
 
         Raises:
             LedgerError: As for `append_sampled`. Nothing is appended.
@@ -270,7 +306,9 @@ class AsyncRolloutRequest(RequestFields):
         turn = self._make_turn(len(ids), role=role, seconds=seconds)
         if turn.role == "assistant":
             raise LedgerError("tokens of the assistant are sampled", expected="append_sampled")
+        shift = len(self._ledger)
         self._ledger.append_observed(ids)
+        self._media_spans += place_runs(self._media_spans, runs, shift=shift)
         self._turns.append(turn)
         return turn
 
@@ -345,12 +383,14 @@ class AsyncRolloutRequest(RequestFields):
             **{name: getattr(self, name) for name in _SHARED_WITH_BRANCHES},
         )
         branch._ledger, branch._turns = self._ledger, self._turns
+        branch._media_spans = self._media_spans
         branch.take_edge(RequestState.RUNNING)
         branch.finish(StopReason.CONTINUED)
         for one in self.branches:
             if one.parent_id == self.request_id:
                 one.parent_id = branch.request_id
         self._ledger, self._turns, self.multi_modal_data = Ledger(), [], {}
+        self._media_spans = []
         self.messages, self.parent_id = [*messages], branch.request_id
         self._attach(branch, cause)
         return branch

@@ -284,6 +284,7 @@ class _Run:
             request.input_ids,
             replace(request.sampling, max_new_tokens=limit, seed=turn_seed(request)),
             request_id=request.request_id,
+            media=request.media_spans,
         )
         if len(completion.token_ids) > limit:
             raise EngineError(

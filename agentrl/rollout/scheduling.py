@@ -28,6 +28,7 @@ from agentrl.engines.protocol import (
     SamplingParams,
 )
 from agentrl.errors import EngineError, RolloutError
+from agentrl.media.records import MediaSpan
 
 _LOCKSTEP_ENGINES: set[int] = set()
 """Ids of the engine objects that deterministic rollouts are using."""
@@ -193,10 +194,17 @@ class _Member:
         self._index = index
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
         """Continue `input_ids` in the next round; one call at a time."""
-        call = EngineCall(input_ids=input_ids, sampling=sampling, request_id=request_id)
+        call = EngineCall(
+            input_ids=input_ids, sampling=sampling, request_id=request_id, media=media
+        )
         return await self._scheduler.complete(self._index, call)
 
 

@@ -31,6 +31,7 @@ from agentrl.engines.protocol import (
 )
 from agentrl.engines.sglang.servers.factory import connect_client
 from agentrl.errors import AgentRLError, EngineError, WorkerLostError, words_of
+from agentrl.media.records import MediaSpan
 from agentrl.plugins.cancellation import is_cancelled, wait_despite_cancellation
 from agentrl.plugins.watchdog import LoopWatchdog
 from agentrl.rollout.manager import RolloutManager
@@ -129,7 +130,12 @@ class RankEngine:
         self.max_model_len = max_model_len
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
         """Refuse: the request's own source knows its rank."""
         self._refuse()
@@ -186,7 +192,12 @@ class _RankSource:
         self._is_parallel = False
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
         """Ask the rank. Cancelling aborts the call there.
 

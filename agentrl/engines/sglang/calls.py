@@ -206,14 +206,21 @@ class BaseSGLangEngine(ABC):
         """Make the call of one `generate`."""
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
         """Continue `input_ids` (see `Engine.generate`).
 
         Raises:
             EngineError: The input leaves no capacity for a token, or SGLang cannot answer.
         """
-        call = EngineCall(input_ids=input_ids, sampling=sampling, request_id=request_id)
+        call = EngineCall(
+            input_ids=input_ids, sampling=sampling, request_id=request_id, media=media
+        )
         running = self.new_call(request_id)
         self._running.add(running)
         try:

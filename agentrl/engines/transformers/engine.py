@@ -123,7 +123,12 @@ class TransformersEngine:
         return cls(weights, tokenizer=tokenizer, settings=settings)
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
         """Continue `input_ids` (see `Engine.generate`). Cancelling removes the call.
 

@@ -109,7 +109,12 @@ class SGLangEngine(BaseSGLangEngine):
         return InProcessCall(self._backend, request_id)
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
         """Continue `input_ids` (see `Engine.generate`)."""
         async with self._barrier.call():

@@ -1,0 +1,1 @@
+"""Images and videos: decoded, processed for a model, and located among the tokens of a request."""
