@@ -21,6 +21,7 @@ from agentrl.engines.protocol import (
 from agentrl.engines.sglang.backend import JsonFields, Sampler
 from agentrl.engines.stopping import Decode, StopCheck
 from agentrl.errors import EngineError
+from agentrl.media.records import MediaSpan
 
 FIRST_VERSION = "default"
 """SGLang's default name of the weights that it was started with."""

@@ -26,6 +26,7 @@ from agentrl.engines.transformers.paged_attention import register_paged_attentio
 from agentrl.engines.transformers.requests import Call
 from agentrl.engines.transformers.shared_weights import SharedWeights
 from agentrl.errors import EngineError
+from agentrl.media.records import MediaSpan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -28,6 +28,7 @@ from agentrl.engines.sglang.weights.sync import DEFAULT_BUCKET_BYTES, Target, up
 from agentrl.engines.sglang.weights.tensor import TensorTransport
 from agentrl.engines.stopping import Decode, decoder_of
 from agentrl.errors import EngineError
+from agentrl.media.records import MediaSpan
 from agentrl.plugins.call import PerLoop
 
 if TYPE_CHECKING:
