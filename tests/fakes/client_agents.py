@@ -16,6 +16,7 @@ from agentrl.agent_loops.gateway import Gateway
 from agentrl.config.schema.agent import AgentConfig
 from agentrl.engines import Completion, Engine, SamplingParams
 from agentrl.engines.protocol import CompletionSource
+from agentrl.media.records import MediaSpan
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
@@ -81,10 +82,15 @@ class _CallsFirst:
         self.calls: list[tuple[list[int], Completion]] = []
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
         engine = self._engine if self.calls else self._given
-        completion = await engine.generate(input_ids, sampling, request_id=request_id)
+        completion = await engine.generate(input_ids, sampling, request_id=request_id, media=media)
         self.calls.append((list(input_ids), completion))
         return completion
 

@@ -16,6 +16,7 @@ from agentrl.config.schema.prepare import Gsm8kConfig
 from agentrl.data.prepare.gsm8k import prepare_gsm8k
 from agentrl.data.rows import Prompt
 from agentrl.engines import Completion, Engine, SamplingParams
+from agentrl.media.records import MediaSpan
 from agentrl.protocol import DataProto
 from agentrl.rollout import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
@@ -44,9 +45,14 @@ class RecordingEngine:
         self.said: dict[str, list[tuple[list[int], Completion]]] = {}
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
-        done = await self.inner.generate(input_ids, sampling, request_id=request_id)
+        done = await self.inner.generate(input_ids, sampling, request_id=request_id, media=media)
         self.said.setdefault(request_id, []).append((list(input_ids), done))
         return done
 

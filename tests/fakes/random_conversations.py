@@ -16,6 +16,7 @@ from agentrl.engines.protocol import Completion, FinishReason, SamplingParams, V
 from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
 from agentrl.errors import EngineError, ToolError
 from agentrl.interactions import InteractionResult
+from agentrl.media.records import MediaSpan
 from agentrl.messages import ToolResponse
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.records import Budgets, Failure, Turn
@@ -131,12 +132,17 @@ class RandomEngine(ScriptedEngine):
         self.broke = False
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
         self._assert_sent_whole(list(input_ids), sampling)
         self.version += self._draws.random() < 0.3
         await asyncio.sleep(0)
-        completion = await super().generate(input_ids, sampling, request_id=request_id)
+        completion = await super().generate(input_ids, sampling, request_id=request_id, media=media)
         mood = self._draws.random()
         if mood < 0.01:
             raise self._draws.choice([EngineError("gone"), RuntimeError("boom"), TimeoutError()])

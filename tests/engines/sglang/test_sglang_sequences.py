@@ -13,6 +13,7 @@ from agentrl.agent_loops.runner import AgentLoopRunner
 from agentrl.config.schema.run import RunConfig
 from agentrl.engines.protocol import Completion, SamplingParams, VersionSpan
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
+from agentrl.media.records import MediaSpan
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
@@ -40,9 +41,16 @@ class UpdatedEngine:
         self._engine = engine
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
-        completion = await self._engine.generate(input_ids, sampling, request_id=request_id)
+        completion = await self._engine.generate(
+            input_ids, sampling, request_id=request_id, media=media
+        )
         if not self.calls:
             await self._engine.update_weights(self.models[NEW].named_parameters(), version=NEW)
         self.calls.append((list(input_ids), completion))

@@ -21,6 +21,7 @@ from transformers import Qwen2ForCausalLM
 from agentrl.engines.protocol import Completion, EngineCall, SamplingParams
 from agentrl.engines.sglang.servers.engine import SGLangServerEngine
 from agentrl.errors import EngineError, Fault
+from agentrl.media.records import MediaSpan
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
@@ -71,11 +72,16 @@ class Watched:
         return getattr(self.engine, name)
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
         call = EngineCall(input_ids=list(input_ids), sampling=sampling, request_id=request_id)
         self.records.append(call)
-        return await self.engine.generate(input_ids, sampling, request_id=request_id)
+        return await self.engine.generate(input_ids, sampling, request_id=request_id, media=media)
 
     def running_on(self, address: str) -> int:
         """Calls that run on a server."""
