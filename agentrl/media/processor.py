@@ -183,7 +183,7 @@ def call_processor(
     """
     given: dict[str, Any] = {f"{loaded.kind}s": [loaded.data]}
     if isinstance(loaded.data, Video):
-        frames, fps = loaded.data
+        frames, fps = loaded.data.frames, loaded.data.fps
         metadata: dict[str, Any] = {"total_num_frames": len(frames), "fps": fps}
         metadata["frames_indices"] = list(range(len(frames)))
         given = {"videos": [frames], "video_metadata": [metadata], "do_sample_frames": False}

@@ -25,13 +25,21 @@ class MediaKind(StrEnum):
     VIDEO = "video"
 
 
-class Video(NamedTuple):
-    """A decoded video."""
+class Video:
+    """A decoded video.
 
-    frames: NDArray[np.uint8]
-    """`[F, H, W, 3]`, RGB."""
-    fps: float | None
-    """Frames per second of `frames`; None: unknown."""
+    Not a tuple or a dataclass: pydantic would write those as their parts.
+
+    Attributes:
+        frames: `[F, H, W, 3]`, uint8, RGB.
+        fps: Frames per second of `frames`; None: unknown.
+    """
+
+    __slots__ = ("fps", "frames")
+
+    def __init__(self, frames: NDArray[np.uint8], fps: float | None) -> None:
+        self.frames = frames
+        self.fps = fps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
