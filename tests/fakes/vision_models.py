@@ -1,4 +1,4 @@
-"""Small vision-language models of three families, their processors, and pictures.
+"""Small vision-language models of several families, their processors, and pictures.
 
 Needs no file: the tokenizer has one token for each byte, and the control tokens of the families.
 """
@@ -12,15 +12,21 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import (
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
     Qwen2Tokenizer,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava import LlavaProcessor
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -31,6 +37,9 @@ from agentrl.media.processor import MediaProcessor
 from agentrl.media.records import LoadedMedia, MediaKind
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Models with three-dimensional positions."""
+PLAIN_FAMILY = "llava"
+"""A model with plain positions."""
 CONTROL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -86,6 +95,7 @@ _CLASSES: dict[str, tuple[Any, Any, Any]] = {
     "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLProcessor),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor),
+    PLAIN_FAMILY: (LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor),
 }
 
 
@@ -96,7 +106,6 @@ def make_tokenizer() -> Qwen2Tokenizer:
     tokenizer = Qwen2Tokenizer(
         vocab={letter: index for index, letter in enumerate(letters)},
         merges=[],
-        unk_token=None,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
     )
@@ -107,6 +116,8 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 def make_vision_config(family: str, **text: Any) -> Any:
     """The configuration of a small model of a family; `text` overrides its language part."""
+    if family == PLAIN_FAMILY:
+        return _llava_config(text)
     sections = [2, 1, 1] if family == "qwen3_vl" else [1, 1, 2]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
     if family == "qwen3_vl":
@@ -135,16 +146,18 @@ def make_processor(family: str, **kwargs: Any) -> MediaProcessor:
     """The processor of `make_vision_model`; each image becomes 1 to 64 tokens.
 
     Args:
-        family: One of `FAMILIES`.
+        family: One of `FAMILIES`, or `PLAIN_FAMILY`.
         **kwargs: `data.mm_processor_kwargs`.
     """
     return MediaProcessor(make_hf_processor(family), make_vision_config(family), kwargs=kwargs)
 
 
 def make_hf_processor(family: str) -> Any:
-    """The processor of transformers: without videos if torchvision is missing."""
+    """The processor of transformers. It reads images, but no videos."""
+    if family == PLAIN_FAMILY:
+        return _llava_processor()
     side = PATCH * MERGE
-    sizes = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
+    sizes: dict[str, Any] = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
     images = Qwen2VLImageProcessorPil(**sizes, min_pixels=side**2, max_pixels=(8 * side) ** 2)
     processor_class = _CLASSES[family][2]
 
@@ -160,6 +173,30 @@ def make_hf_processor(family: str) -> Any:
     made = WithoutVideos(image_processor=images, tokenizer=make_tokenizer())
     made.__class__ = processor_class
     return made
+
+
+def _llava_config(text: dict[str, Any]) -> LlavaConfig:
+    tower: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    tower |= {"num_attention_heads": 2, "image_size": 16, "patch_size": PATCH}
+    return LlavaConfig(
+        text_config=Qwen2Config(**_TEXT | text),
+        vision_config=CLIPVisionConfig(**tower, initializer_range=0.3),
+        image_token_index=VOCAB_SIZE - 2,
+        image_seq_length=16,
+    )
+
+
+def _llava_processor() -> LlavaProcessor:
+    size = {"height": 16, "width": 16}
+    images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
+    return LlavaProcessor(
+        images,
+        make_tokenizer(),
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        image_token="<|image_pad|>",
+        num_additional_image_tokens=1,
+    )
 
 
 def random_picture(seed: int, size: tuple[int, int] = (16, 16)) -> Image.Image:
