@@ -7,15 +7,21 @@ that the policy sampled is a plain token.
 Shape key: S packed tokens, H hidden size of the language model, n tokens of the pictures.
 """
 
+import inspect
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from agentrl.media.records import MediaItem, MediaKind
+from agentrl.errors import ConfigError
+from agentrl.media.positions import compute_position_ids, has_mrope, place_runs
+from agentrl.media.processor import MediaProcessor, TowerInputs
+from agentrl.media.records import LoadedMedia, MediaItem, MediaKind, MediaSpan
 
 
 class VisionFeatures(NamedTuple):
@@ -32,11 +38,20 @@ class VisionFeatures(NamedTuple):
             self.embeds[start:end], tuple(layer[start:end] for layer in self.deepstack)
         )
 
+    def clone(self) -> "VisionFeatures":
+        """Return a copy in memory of its own."""
+        return VisionFeatures(self.embeds.clone(), tuple(layer.clone() for layer in self.deepstack))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all features."""
+        return self.embeds.nbytes + sum(layer.nbytes for layer in self.deepstack)
+
 
 class PlacedFeatures(NamedTuple):
     """The features of the packed tokens that are pictures."""
 
-    index: Tensor
+    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """`[n]`, int64: the packed position of each feature, ascending."""
     features: VisionFeatures
     """`[n, H]`."""
@@ -71,26 +86,25 @@ def compute_features(lm: PreTrainedModel, items: Sequence[MediaItem]) -> list[Vi
         The features of each item, in order.
     """
     found: dict[int, VisionFeatures] = {}
-    for kind in MediaKind:
-        chosen = [index for index, item in enumerate(items) if item.kind is kind]
-        if chosen:
-            output = _run_tower(lm, kind, [items[index] for index in chosen])
-            found |= zip(chosen, output, strict=True)
+    groups: defaultdict[object, dict[int, TowerInputs]] = defaultdict(dict)
+    for index, item in enumerate(items):
+        inputs = item.inputs()
+        shapes = tuple((name, value.shape[1:]) for name, value in inputs.items())
+        groups[item.kind, shapes][index] = inputs
+    for group in groups.values():
+        output = _run_tower(lm, [items[index] for index in group], list(group.values()))
+        found |= zip(group, output, strict=True)
     return [found[index] for index in range(len(items))]
 
 
 def _run_tower(
-    lm: PreTrainedModel, kind: MediaKind, items: Sequence[MediaItem]
+    lm: PreTrainedModel, items: Sequence[MediaItem], inputs: Sequence[TowerInputs]
 ) -> list[VisionFeatures]:
+    """Run the tower on items of one kind, the inputs of which can be concatenated."""
     body: Any = lm.base_model
-    run = body.get_image_features if kind is MediaKind.IMAGE else body.get_video_features
-    given = [item.inputs() for item in items]
-    inputs = {
-        name: torch.from_numpy(np.concatenate([one[name] for one in given])).to(lm.device)
-        for name in given[0]
-        if name != "second_per_grid_ts"
-    }
-    output = run(**inputs, return_dict=True)
+    is_image = items[0].kind is MediaKind.IMAGE
+    run = body.get_image_features if is_image else body.get_video_features
+    output = run(**_join_inputs(inputs, lm.device), return_dict=True)
     lengths = [item.num_tokens for item in items]
     embeds = _split(output.pooler_output, lengths)
     layers = [_split(layer, lengths) for layer in getattr(output, "deepstack_features", None) or ()]
@@ -98,6 +112,14 @@ def _run_tower(
         VisionFeatures(embeds[index], tuple(layer[index] for layer in layers))
         for index in range(len(items))
     ]
+
+
+def _join_inputs(inputs: Sequence[TowerInputs], device: torch.device) -> dict[str, Tensor]:
+    return {
+        name: torch.from_numpy(np.concatenate([one[name] for one in inputs])).to(device)
+        for name in inputs[0]
+        if name != "second_per_grid_ts"  # of positions; the tower does not take it
+    }
 
 
 def _split(values: Any, lengths: Sequence[int]) -> Sequence[Tensor]:
@@ -125,8 +147,9 @@ def run_body(
         `[1, S, H]`.
     """
     body = language_model(lm)
+    kwargs = {"use_cache": False} | kwargs
     if placed is None:
-        output = body(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs)
+        output = body(input_ids=input_ids, position_ids=position_ids, **kwargs)
         return output.last_hidden_state
     embeds = body.get_input_embeddings()(input_ids)
     index, features = placed
@@ -138,5 +161,115 @@ def run_body(
             "visual_pos_masks": mask,
             "deepstack_visual_embeds": [layer.to(embeds) for layer in features.deepstack],
         }
-    output = body(inputs_embeds=states[None], position_ids=position_ids, use_cache=False, **kwargs)
+    output = body(inputs_embeds=states[None], position_ids=position_ids, **kwargs)
     return output.last_hidden_state
+
+
+def compute_logits(
+    lm: PreTrainedModel,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    placed: PlacedFeatures | None,
+    *,
+    logits_to_keep: Tensor,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute the logits of packed tokens: `[1, n, V]` at the n indices `logits_to_keep`."""
+    hidden = run_body(lm, input_ids, position_ids, placed, **kwargs)
+    head: Any = lm.get_output_embeddings()
+    return head(hidden[:, logits_to_keep])
+
+
+@torch.no_grad()
+def check_vision(lm: PreTrainedModel, processor: MediaProcessor) -> None:
+    """Compare positions and logits of a picture with those of the model's own code.
+
+    Args:
+        lm: A model that is whole on this rank, with an attention of transformers. Any weights will
+            do.
+        processor: The model's processor.
+
+    Raises:
+        ConfigError: They differ, or the model's code cannot be called like this.
+    """
+    if MediaKind.IMAGE not in processor.placeholders:
+        return
+    was_training = lm.training
+    lm.eval()
+    try:
+        problem = _find_difference(lm, _Probe.of(processor))
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    finally:
+        lm.train(was_training)
+    if problem is not None:
+        raise ConfigError(
+            f"{type(lm).__name__} cannot be used with pictures: {problem}",
+            key="model.path",
+            expected="a model with the interface of transformers' Qwen2-VL, Qwen2.5-VL or Qwen3-VL",
+        )
+
+
+class _Probe(NamedTuple):
+    """A short text with one picture."""
+
+    input_ids: list[int]
+    item: MediaItem
+    spans: list[MediaSpan]
+
+    @classmethod
+    def of(cls, processor: MediaProcessor) -> "_Probe":
+        height, width = np.indices((64, 96))
+        pixels = np.stack([4 * height, 2 * width, height + width], axis=2).astype(np.uint8)
+        loaded = LoadedMedia(MediaKind.IMAGE, Image.fromarray(pixels), "a picture for a check")
+        item = processor.process(loaded)
+        tokenizer: Any = processor.processor.tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+        ids = [
+            token_id
+            for text in ("A picture: ", item.text, ". What is it?")
+            for token_id in tokenizer.encode(text, add_special_tokens=False)
+        ]
+        at = np.flatnonzero(np.array(ids) == processor.placeholder_ids[MediaKind.IMAGE])
+        starts = at[:: item.run_length].tolist()
+        runs = [
+            (start, start + item.run_length, item, index * item.run_length)
+            for index, start in enumerate(starts)
+        ]
+        return cls(ids, item, place_runs([], runs))
+
+
+def _find_difference(lm: PreTrainedModel, probe: _Probe) -> str | None:
+    """Return how the results differ, or None."""
+    body: Any = lm.base_model
+    ids = torch.tensor([probe.input_ids], device=lm.device)
+    is_picture = torch.zeros_like(ids, dtype=torch.int32)
+    for span in probe.spans:
+        is_picture[0, span.start : span.end] = 1
+    given = {"input_ids": ids, "mm_token_type_ids": is_picture}
+    given |= _join_inputs([probe.item.inputs()], lm.device)
+    positions = torch.from_numpy(compute_position_ids(probe.spans, 0, ids.shape[1])).to(lm.device)
+    if not has_mrope(lm.config):
+        positions = positions[:1]
+    elif hasattr(body, "get_rope_index"):
+        theirs = body.get_rope_index(**_accepted(body.get_rope_index, given))[0][:, 0]
+        if not torch.equal(theirs.to(positions), positions):
+            return "its get_rope_index gives other positions"
+    (features,) = compute_features(lm, [probe.item])
+    placed = PlacedFeatures.join(
+        [(s.start, features.take(s.offset, s.offset + s.end - s.start)) for s in probe.spans]
+    )
+    own = run_body(lm, ids, positions.unsqueeze(1) if has_mrope(lm.config) else positions, placed)
+    head = lm.get_output_embeddings()
+    if head is None:
+        theirs = body(**_accepted(body.forward, given)).last_hidden_state
+    else:
+        own, theirs = head(own), lm(**_accepted(lm.forward, given)).logits
+    distance = ((own - theirs).abs().max() / theirs.abs().max()).item()
+    limit = 1e-3 if own.dtype.itemsize > 2 else 5e-2
+    return None if distance < limit else f"its logits differ from ours by {distance:.1e}"
+
+
+def _accepted(function: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the arguments that a function has."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in given.items() if name in names}

@@ -10,14 +10,25 @@ Source: Wang et al. 2024, "Qwen2-VL", section 2.1, multimodal rotary position em
 """
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.media.records import MediaItem, MediaSpan
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 Run = tuple[int, int, MediaItem, int]
 """A run of placeholder tokens before it has a position: start, end, item, offset."""
+
+
+def has_mrope(config: "PretrainedConfig") -> bool:
+    """Whether a model has three-dimensional positions."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return "mrope_section" in rope
 
 
 def place_runs(

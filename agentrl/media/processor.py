@@ -16,6 +16,7 @@ from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from agentrl.errors import DataError
+from agentrl.media.positions import has_mrope
 from agentrl.media.records import LoadedMedia, MediaItem, MediaKind, Video
 
 if TYPE_CHECKING:
@@ -102,9 +103,7 @@ class MediaProcessor:
             kind: tokenizer.convert_tokens_to_ids(token)
             for kind, token in self.placeholders.items()
         }
-        text = config.get_text_config()
-        rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-        self.has_mrope = "mrope_section" in rope
+        self.has_mrope = has_mrope(config)
         self._vision: Any = getattr(config, "vision_config", None)
         self._items: LRUCache[str, MediaItem] = LRUCache(MAX_CACHED_ITEMS)
         self._lock = threading.Lock()

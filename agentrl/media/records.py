@@ -85,6 +85,11 @@ class MediaItem:
         """Digest of the decoded content."""
         return self.loaded.digest
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Equal for equal pictures that are processed in the same way."""
+        return self.encoder.key, self.loaded.digest
+
     def inputs(self) -> dict[str, NDArray[Any]]:
         """Return the inputs of the vision tower by name, such as `pixel_values`.
 

@@ -39,6 +39,8 @@ from agentrl.engines.transformers.paged_attention import (
 from agentrl.engines.transformers.paged_kernel import PagedKernel, find_paged_kernel
 from agentrl.engines.transformers.requests import Call, CallRouter, CallSink, TrackedState
 from agentrl.engines.transformers.sampling import Sampled, SamplingRows, sample_tokens
+from agentrl.engines.transformers.vision_inputs import Scheduled, VisionInputs
+from agentrl.engines.vision import PlacedFeatures, compute_logits, has_vision
 
 _KERNELS: WeakKeyDictionary[PreTrainedModel, PagedKernel | None] = WeakKeyDictionary()
 """The kernel of each model; a batcher is built again at each wake."""
@@ -139,8 +141,11 @@ class PagedInputs:
         sampler: RowSampler,
         device: torch.device,
         kernel: PagedKernel | None = None,
+        vision: VisionInputs | None = None,
     ) -> None:
         self._kernel = kernel
+        self._vision = vision
+        self._placed: PlacedFeatures | None = None
         self.decode_cache = DecodeCache()
         self._cache = cache
         self._sampler = sampler
@@ -167,13 +172,17 @@ class PagedInputs:
         """Pack the scheduled sequences, one after the other."""
         tables = self._cache.page_tables
         spans: list[Span] = []
+        scheduled: list[Scheduled] = []
         input_ids: list[int] = []
         last_rows: list[int] = []
         for future in requests_in_batch:
-            state = future.state
+            state: Any = future.state
             count = future.query_length
             key: str = state.request_id
             spans.append(Span(state.position_offset, count, tables[key], key))
+            scheduled.append(
+                Scheduled(state.call.media, state.position_offset, len(input_ids), count)
+            )
             state.position_offset += count
             input_ids += state.tokens_to_process
             if future.has_new_token:
@@ -185,10 +194,15 @@ class PagedInputs:
             decode_cache=self.decode_cache if self._device.type == "cpu" else None,
             kernel=self._kernel,
         )
+        position_ids = batch.positions.unsqueeze(0)
+        if self._vision is not None:
+            input_ids = self._vision.prefix_ids.plain(input_ids)
+            position_ids = self._vision.place_positions(scheduled, batch.positions)
+            self._placed = self._vision.place_features(scheduled)
         self._requests = requests_in_batch
         self._model_kwargs = {
             "input_ids": torch.tensor([input_ids], device=self._device),
-            "position_ids": batch.positions.unsqueeze(0),
+            "position_ids": position_ids,
             "paged_batch": batch,
             "use_cache": False,
             "logits_to_keep": torch.tensor(last_rows, dtype=torch.int64, device=self._device),
@@ -199,9 +213,13 @@ class PagedInputs:
         """Return the forward pass's arguments."""
         return self._model_kwargs
 
-    def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
+    def compute_batch(self, model: PreTrainedModel, batch_data: dict[str, Any]) -> None:
         """Run the model and sample."""
-        self._sampled = self._sampler.sample(model(**batch_data).logits[0])
+        if self._placed is None:
+            logits = model(**batch_data).logits
+        else:
+            logits = compute_logits(model, placed=self._placed, **batch_data)
+        self._sampled = self._sampler.sample(logits[0])
 
     def retrieve_device_outputs(self) -> None:
         """Do nothing: the results are read when they are used."""
@@ -215,6 +233,7 @@ class PagedInputs:
     def reset(self) -> None:
         """Forget the last batch."""
         self._requests, self._model_kwargs, self._sampled = [], {}, NOTHING_SAMPLED
+        self._placed = None
 
 
 class _Manager(ContinuousBatchingManager):
@@ -244,6 +263,8 @@ class Batcher:
     processor: Any
     """`ContinuousBatchProcessor`, parts of which were replaced."""
     cache: CacheAccess
+    vision: VisionInputs | None = None
+    """Of a vision-language model with our attention."""
 
     @classmethod
     def build(cls, model: Any, limits: BatchLimits, sink: CallSink) -> "Batcher":
@@ -258,10 +279,11 @@ class Batcher:
         cache = CacheAccess(processor.cache, limits.page_size)
         if not cache.is_zeroed:
             cache.erase()
+        vision = VisionInputs(model) if is_ours and has_vision(model.config) else None
         if is_ours:
             if model.device.type == "cuda" and model not in _KERNELS:
                 _KERNELS[model] = find_paged_kernel(model, limits.page_size)
-            inputs = PagedInputs(cache, sampler, model.device, _KERNELS.get(model))
+            inputs = PagedInputs(cache, sampler, model.device, _KERNELS.get(model), vision)
             processor.inputs_and_outputs = processor.model_runner = inputs
         else:
             processor.model_runner = SamplingRunner(
@@ -272,10 +294,12 @@ class Batcher:
                 do_sample=True,
                 return_logprobs=True,
             )
-        return cls(model, processor, cache)
+        return cls(model, processor, cache, vision)
 
     def add(self, call: Call) -> None:
         """Queue a call."""
+        if self.vision is not None and call.media:
+            call.prefix_ids = self.vision.prefix_ids.replace(call.input_ids, call.media)
         self.processor.scheduler.add_waiting_request(TrackedState.of(call))
 
     def drop(self, call: Call) -> None:
@@ -306,11 +330,14 @@ class Batcher:
     def forget_prefixes(self, running: Sequence[Call]) -> None:
         """Drop the whole cache. Running calls are queued again after their tokens.
 
-        Their keys and values may belong to old weights, so they are computed again.
+        Their keys and values may belong to old weights, so they are computed again, and so may the
+        features of pictures.
         """
         for call in running:
             self.drop(call)
         self.cache.clear()
+        if self.vision is not None:
+            self.vision.clear()
         for call in running:
             self.add(call)
 

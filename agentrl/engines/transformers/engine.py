@@ -22,14 +22,18 @@ from agentrl.engines.protocol import (
 from agentrl.engines.stopping import StopCheck, decoder_of
 from agentrl.engines.transformers.batch_worker import BatchWorker
 from agentrl.engines.transformers.cache_size import TransformersEngineSettings, choose_limits
-from agentrl.engines.transformers.paged_attention import register_paged_attention
+from agentrl.engines.transformers.paged_attention import (
+    ATTENTION_NAME,
+    register_paged_attention,
+)
 from agentrl.engines.transformers.requests import Call
 from agentrl.engines.transformers.shared_weights import SharedWeights
+from agentrl.engines.vision import has_vision
 from agentrl.errors import EngineError
 from agentrl.media.records import MediaSpan
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 class TransformersEngine:
@@ -137,7 +141,9 @@ class TransformersEngine:
             EngineError: The input leaves no capacity for a token or is not of this vocabulary, stop
                 strings were given without a tokenizer, or the engine has failed or was closed.
         """
-        call = self._new_call(list(input_ids), sampling, request_id)
+        call = self._new_call(
+            EngineCall(input_ids=input_ids, sampling=sampling, request_id=request_id, media=media)
+        )
         self._worker.submit([call])
         try:
             return await call.future
@@ -156,7 +162,7 @@ class TransformersEngine:
         made: list[Call | EngineError] = []
         for call in calls:
             try:
-                made.append(self._new_call(list(call.input_ids), call.sampling, call.request_id))
+                made.append(self._new_call(call))
             except EngineError as error:
                 made.append(error)
         running = [call for call in made if isinstance(call, Call)]
@@ -224,14 +230,17 @@ class TransformersEngine:
         """Stop the engine's thread; running calls end with `EngineError`."""
         self._worker.stop()
 
-    def _new_call(self, input_ids: list[int], sampling: SamplingParams, request_id: str) -> Call:
+    def _new_call(self, given: EngineCall) -> Call:
+        input_ids, sampling = list(given.input_ids), given.sampling
         max_tokens = self.max_model_len - len(input_ids)
         problem = self._problem(input_ids, sampling, max_tokens)
+        if problem is None and given.media:
+            problem = self._media_problem(given.media, len(input_ids))
         if problem is not None:
-            raise EngineError(problem, request_id=request_id)
+            raise EngineError(problem, request_id=given.request_id)
         return Call(
-            key=f"{request_id}#{next(self._counter)}",
-            request_id=request_id,
+            key=f"{given.request_id}#{next(self._counter)}",
+            request_id=given.request_id,
             input_ids=input_ids,
             sampling=sampling,
             max_tokens=min(sampling.max_new_tokens, max_tokens),
@@ -239,6 +248,7 @@ class TransformersEngine:
             random=self._random if sampling.seed is None else random.Random(sampling.seed),
             future=asyncio.get_running_loop().create_future(),
             version=self._version,
+            media=tuple(given.media),
         )
 
     def _problem(
@@ -261,6 +271,30 @@ class TransformersEngine:
             return "stop strings need the engine's tokenizer"
         return None
 
+    def _media_problem(self, media: Sequence[MediaSpan], num_tokens: int) -> str | None:
+        """Return why the engine cannot take the media of a call, or None."""
+        config = self._weights.module.config
+        if not has_vision(config):
+            return "the model reads no pictures: it has no vision tower"
+        attention = config.get_text_config()._attn_implementation
+        if attention != ATTENTION_NAME:
+            return (
+                f"the engine reads pictures only with its own attention, not with {attention!r}: "
+                "set rollout.engine.transformers.attention=null; a model with sliding windows "
+                "needs rollout.engine.name=sglang"
+            )
+        ends = [0, *(span.end for span in media)]
+        for end, span in zip(ends, media, strict=False):
+            length = span.end - span.start
+            if not end <= span.start < span.end <= num_tokens:
+                return f"the runs of placeholders are not in order within {num_tokens} tokens"
+            if length != span.item.run_length or span.offset + length > span.item.num_tokens:
+                return (
+                    f"the placeholder tokens [{span.start}, {span.end}) are not a whole run of "
+                    f"their {span.item.kind}, which has runs of {span.item.run_length}"
+                )
+        return None
+
 
 def choose_attention(
     model: nn.Module,
@@ -272,15 +306,18 @@ def choose_attention(
     """Return FlashAttention for 16-bit types on a CUDA device that has it, else ours.
 
     Our attention reads whole pages of full-attention layers. A model with sliding windows gets the
-    library's `sdpa`.
+    library's `sdpa`. A vision-language model gets ours where it can, because only ours reads
+    pictures.
     """
     if settings.attention is not None:
         return settings.attention
     parameter = next(model.parameters())
     dtype, device = dtype or parameter.dtype, device or parameter.device
-    if device.type == "cuda" and dtype.itemsize == 2 and _has_flash_attention():
+    whole_config: PretrainedConfig = model.config  # pyright: ignore[reportAssignmentType]
+    is_16_bit_on_cuda = device.type == "cuda" and dtype.itemsize == 2
+    if is_16_bit_on_cuda and not has_vision(whole_config) and _has_flash_attention():
         return "flash_attention_2"
-    config = model.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    config = whole_config.get_text_config()
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         attends_fully = getattr(config, "sliding_window", None) is None

@@ -22,6 +22,7 @@ from agentrl.engines.protocol import Completion, FinishReason, SamplingParams, V
 from agentrl.engines.stopping import StopCheck
 from agentrl.engines.transformers.sampling import Draw
 from agentrl.errors import EngineError
+from agentrl.media.records import MediaSpan
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +41,11 @@ class Call:
     future: asyncio.Future[Completion]
     version: int
     """The version of the weights when the call started."""
+    media: Sequence[MediaSpan] = ()
+    """The runs of placeholder tokens in `input_ids`, in order."""
+    prefix_ids: list[int] | None = None
+    """What the library gets for `input_ids`, so that it shares no prefix between different
+    pictures (see `PrefixIds`); None: the same."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     version_changes: list[tuple[int, int]] = field(default_factory=list)
@@ -120,7 +126,7 @@ class TrackedState(RequestState):
         """Make the state with which a call starts, or restarts after its tokens."""
         return cls(
             request_id=call.key,
-            initial_tokens=call.input_ids + call.token_ids,
+            initial_tokens=(call.prefix_ids or call.input_ids) + call.token_ids,
             max_new_tokens=UNLIMITED_TOKENS,
             call=call,
         )

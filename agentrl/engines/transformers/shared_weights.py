@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from agentrl.engines.transformers.paged_attention import ATTENTION_NAME
+from agentrl.engines.vision import has_vision
 from agentrl.errors import EngineError
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
@@ -180,8 +182,24 @@ def _empty_twin(source: PreTrainedModel, attention: str) -> PreTrainedModel:
     )
     config = copy.deepcopy(source.config)
     with torch.device("meta"):
-        twin = plain_class._from_config(config, attn_implementation=attention)
+        twin = plain_class._from_config(
+            config, attn_implementation=_attention_by_part(plain_class, config, attention)
+        )
     return twin.requires_grad_(False).eval()
+
+
+def _attention_by_part(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, attention: str
+) -> str | dict[str, str]:
+    """Return the attention of each part of a model: paged attention is only for its text part."""
+    if attention != ATTENTION_NAME or not has_vision(config):
+        return attention
+    tower = "sdpa" if model_class._supports_sdpa else "eager"
+    text = config.get_text_config()
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    return {"": attention} | {
+        name: attention if part is text else tower for name, part in parts.items()
+    }
 
 
 def _copy_buffers(source: nn.Module, twin: nn.Module, device: torch.device | None) -> None:
