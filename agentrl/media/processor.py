@@ -7,7 +7,7 @@ that replaces it can be used: the Qwen2-VL, Qwen2.5-VL and Qwen3-VL families, an
 import copy
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,8 @@ _cache_lock = threading.Lock()
 class MediaEncoder:
     """Computes the inputs of the vision tower. It is small, and can be sent to other processes."""
 
-    processor: "ProcessorMixin"
-    """A processor of transformers, without its tokenizer."""
+    processor: "ProcessorMixin" = field(repr=False)
+    """A processor of transformers, without its tokenizer, which its `repr` would print."""
     kwargs: Mapping[str, Any]
     """`data.mm_processor_kwargs`."""
     key: str
