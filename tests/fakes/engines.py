@@ -1,9 +1,10 @@
-"""Small models, a tokenizer and a plain scorer for the tests of engines."""
+"""Small models, a tokenizer, a plain scorer and a plain kernel for the tests of engines."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl.engines.protocol import Completion
@@ -51,6 +52,30 @@ def plain_log_probs(
     logits = plain_logits(model, prompt, completion.token_ids) / (temperature or 1.0)
     chosen = torch.tensor(completion.token_ids)[:, None]
     return torch.log_softmax(logits, dim=-1).gather(1, chosen)[:, 0]
+
+
+def read_pages(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None, max_q: int, max_k: int, *, scale: float | None,
+    window_size: tuple[int, int], enable_gqa: bool, seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Do in a plain loop what the documentation of `varlen_attn` says."""
+    assert window_size == (-1, 0)
+    assert {x.dtype for x in (cu_seq_q, seqused_k, block_table)} == {torch.int32}
+    parts: list[torch.Tensor] = []
+    for i, length in enumerate(seqused_k.tolist()):
+        first, last = cu_seq_q[i : i + 2].tolist()
+        assert last - first <= max_q
+        assert length <= max_k
+        k, v = (x[block_table[i]].flatten(0, 1)[:length].transpose(0, 1) for x in (key, value))
+        mask = torch.ones(last - first, length, dtype=torch.bool).tril(length - (last - first))
+        own = scaled_dot_product_attention(
+            query[first:last].transpose(0, 1)[None], k[None], v[None], attn_mask=mask,
+            scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
+        parts.append(own[0].transpose(0, 1))
+    return torch.cat(parts)
 
 
 class LetterTokenizer:

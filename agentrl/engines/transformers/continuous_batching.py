@@ -6,7 +6,8 @@ shares prefixes and frees pages when it is full. The replaced parts:
 - `TrackedState`: the engine decides when a request ends (stop strings, budgets);
 - `RowSampler`: temperature, top-k and top-p for each row, and log-probabilities over the whole
   vocabulary, which the library's own sampling does not return;
-- `PagedInputs`: a packed batch without masks over the whole cache (see `paged_attention.py`).
+- `PagedInputs`: a packed batch without masks over the whole cache (see `paged_attention.py`), with
+  the features of pictures (see `vision_inputs.py`).
 
 With another attention than ours, the library's own inputs are used. Only this module,
 `requests.py` and `CacheAccess` depend on the library's internals.

@@ -47,6 +47,9 @@ class TransformersEngine:
     the first call. After a change of the weights, `update_weights` must be called, so that no
     prefix of the old weights is used.
 
+    Images and videos need our paged attention. The vision tower runs once for each, until the next
+    update of the weights.
+
     A completion ends only at the stops of its `SamplingParams`. The model's own end-of-text tokens
     are not added.
 

@@ -5,36 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from agentrl.engines.transformers.paged_kernel import find_paged_kernel
-from tests.fakes.engines import tiny_model
+from tests.fakes.engines import read_pages, tiny_model
 
 PAGE = 8
-
-
-def read_pages(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor | None, max_q: int, max_k: int, *, scale: float | None,
-    window_size: tuple[int, int], enable_gqa: bool, seqused_k: torch.Tensor,
-    block_table: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """Do in a plain loop what the documentation of `varlen_attn` says."""
-    assert window_size == (-1, 0)
-    assert {x.dtype for x in (cu_seq_q, seqused_k, block_table)} == {torch.int32}
-    parts: list[torch.Tensor] = []
-    for i, length in enumerate(seqused_k.tolist()):
-        first, last = cu_seq_q[i : i + 2].tolist()
-        assert last - first <= max_q
-        assert length <= max_k
-        k, v = (x[block_table[i]].flatten(0, 1)[:length].transpose(0, 1) for x in (key, value))
-        mask = torch.ones(last - first, length, dtype=torch.bool).tril(length - (last - first))
-        own = scaled_dot_product_attention(
-            query[first:last].transpose(0, 1)[None], k[None], v[None], attn_mask=mask,
-            scale=scale, enable_gqa=enable_gqa,
-        )  # fmt: skip
-        parts.append(own[0].transpose(0, 1))
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("page_size", [4, PAGE, 256])

@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 
 from agentrl.engines import SamplingParams, TransformersEngine, TransformersEngineSettings
 from agentrl.engines.protocol import Completion, EngineCall
+from agentrl.engines.transformers.continuous_batching import _KERNELS
 from agentrl.engines.transformers.engine import choose_attention
 from agentrl.engines.transformers.paged_attention import ATTENTION_NAME
+from agentrl.engines.transformers.paged_kernel import find_paged_kernel
 from agentrl.engines.transformers.vision_inputs import (
     MAX_PREFIX_ID,
     PrefixIds,
@@ -29,7 +31,7 @@ from agentrl.errors import EngineError
 from agentrl.media.positions import compute_position_ids, place_runs
 from agentrl.media.processor import MediaProcessor
 from agentrl.media.records import LoadedMedia, MediaItem, MediaKind, MediaSpan
-from tests.fakes.engines import tiny_model
+from tests.fakes.engines import read_pages, tiny_model
 from tests.fakes.vision_models import (
     FAMILIES,
     PLAIN_FAMILY,
@@ -101,11 +103,12 @@ def before_placeholder(ids: list[int]) -> list[int]:
 def expected_log_probs(
     model: PreTrainedModel, call: EngineCall, completion: Completion
 ) -> torch.Tensor:
+    """Score the tokens up to the first placeholder, and that one."""
     ids = before_placeholder(completion.token_ids)
-    assert len(ids) > 1
     logits = plain_vision_logits(model, [*call.input_ids, *ids], call.media)
-    scored = logits[len(call.input_ids) - 1 : -1].log_softmax(-1)
-    return scored.gather(1, torch.tensor(ids)[:, None])[:, 0]
+    chosen = torch.tensor(completion.token_ids[: len(ids) + 1])
+    scored = logits[len(call.input_ids) - 1 :][: len(chosen)].log_softmax(-1)
+    return scored.gather(1, chosen[:, None])[:, 0]
 
 
 def check(model: PreTrainedModel, call: EngineCall, completion: Completion) -> None:
@@ -262,6 +265,24 @@ async def test_calls_restart_when_the_cache_is_full():
             check(model, call, completion)
 
 
+@pytest.mark.parametrize("settings", [WHOLE, CUT], ids=["whole", "cut"])
+async def test_a_kernel_that_reads_pages_in_place_gives_the_same(
+    settings: TransformersEngineSettings,
+):
+    model, processor = make_vision_model("qwen3_vl"), make_processor("qwen3_vl")
+    calls = [
+        Conversation(processor).append("text", picture, "more").call(f"{place}", seed=place)
+        for place, picture in enumerate(PICTURES)
+    ]
+    async with engine_of(model, settings) as engine:
+        module = engine._weights.module
+        kernel = find_paged_kernel(module, 4, attend=read_pages)
+        assert kernel is not None
+        _KERNELS[module] = kernel
+        for call, completion in zip(calls, await run_together(engine, calls), strict=True):
+            check(model, call, completion)
+
+
 async def test_a_sampled_placeholder_is_a_plain_token():
     model, processor = make_vision_model("qwen3_vl"), make_processor("qwen3_vl")
     placeholder = processor.placeholder_ids[MediaKind.IMAGE]
@@ -318,6 +339,18 @@ async def test_a_video_may_have_a_run_for_each_frame(settings: TransformersEngin
     call = conversation.append("c", PICTURES[1]).call()
     async with engine_of(model, settings) as engine:
         check(model, call, await run(engine, call))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, PLAIN_FAMILY])
+async def test_the_compute_type_may_have_16_bits(family: str):
+    model = make_vision_model(family)
+    call = Conversation(make_processor(family)).append("one", PICTURES[0]).call()
+    engine = TransformersEngine.from_model(model, dtype=torch.bfloat16, settings=WHOLE)
+    completion = await run(engine, call)
+    await engine.close()
+    expected = expected_log_probs(model.to(torch.bfloat16), call, completion)
+    actual = torch.tensor(completion.log_probs[: len(expected)])
+    torch.testing.assert_close(actual, expected, atol=0.3, rtol=0)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, PLAIN_FAMILY])
