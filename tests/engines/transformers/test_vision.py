@@ -348,7 +348,7 @@ async def test_the_compute_type_may_have_16_bits(family: str):
     engine = TransformersEngine.from_model(model, dtype=torch.bfloat16, settings=WHOLE)
     completion = await run(engine, call)
     await engine.close()
-    expected = expected_log_probs(model.to(torch.bfloat16), call, completion)
+    expected = expected_log_probs(model.bfloat16(), call, completion)
     actual = torch.tensor(completion.log_probs[: len(expected)])
     torch.testing.assert_close(actual, expected, atol=0.3, rtol=0)
 
