@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
@@ -74,14 +75,17 @@ class WeightFiles:
             lm: The model, on any device.
 
         Returns:
-            None if the files do not have exactly the model's weights under its names: then only
-            transformers can load them, or report what is wrong.
+            None if the files do not have exactly the model's weights, under its names or under
+            names that transformers replaces: then only transformers can load them, or report what
+            is wrong.
         """
         if getattr(lm.config, "quantization_config", None) is not None:
             return None
         try:
             stored = _read_headers(_list_files(path))
         except (OSError, ValueError, KeyError):
+            return None
+        if (stored := _rename(stored, lm)) is None:
             return None
         prefix = f"{lm.base_model_prefix}."
         shapes = {name: tuple(tensor.shape) for name, tensor in lm.state_dict().items()}
@@ -93,7 +97,7 @@ class WeightFiles:
             sum(name in named and named[name].shape == shapes[name] for name in names) == 1
             for names in _names_of_each(lm)
         )
-        return cls(named) if is_whole and not _is_converted(lm, stored) else None
+        return cls(named) if is_whole else None
 
     def dtype(self) -> torch.dtype:
         """Return the type of most of the bytes."""
@@ -232,11 +236,15 @@ def _read_headers(files: Iterable[str]) -> dict[str, StoredTensor]:
     return found
 
 
-def _is_converted(lm: PreTrainedModel, names: Iterable[str]) -> bool:
-    """Return whether transformers would rename or recompute one of the tensors."""
-    conversions = get_model_conversion_mapping(lm)
-    return any(
-        conversion.rename_source_key(name) != (name, None)
-        for name in names
-        for conversion in conversions
-    )
+def _rename(
+    stored: dict[str, StoredTensor], lm: PreTrainedModel
+) -> dict[str, StoredTensor] | None:
+    """Rename tensors as transformers does; None if it would compute others from one of them."""
+    conversions, renamed = get_model_conversion_mapping(lm), dict[str, StoredTensor]()
+    for name, tensor in sorted(stored.items()):
+        for conversion in conversions:
+            name, matched = conversion.rename_source_key(name)
+            if matched is not None and not isinstance(conversion, WeightRenaming):
+                return None
+        renamed[name] = tensor
+    return renamed
