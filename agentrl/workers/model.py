@@ -44,6 +44,7 @@ from agentrl.workers.weight_files import (
     WeightFiles,
     allocate,
     base_name,
+    digest_weights,
     is_adapter,
     stand_in_weights,
 )
@@ -98,6 +99,8 @@ class PackedModel(nn.Module):
         self.tower = VisionTower(lm, world)
         self.world = world
         self.adapters: Adapters | None = None
+        self.tower_digest = ""
+        """Identifies the values of a frozen vision tower, if all other weights are trained."""
         self.compute_dtype = compute_dtype
         self.kernel = choose_kernel(lm.config, world.device, compute_dtype)
         self.stored_dtype = stored_dtype or lm.dtype
@@ -123,6 +126,8 @@ class PackedModel(nn.Module):
         if adapters is not None:
             self.adapters = adapters
             adapters.fill(self.lm, self.world)
+        elif frozen := [(n, w) for n, w in self.lm.named_parameters() if not w.requires_grad]:
+            self.tower_digest = digest_weights(frozen, self.world)
         if fsdp.param_offload and not fsdp.offload_policy and self.world.device.type != "cpu":
             self.offload = OffloadedMemory(
                 lambda: [local_tensor(weight.detach()) for _, weight in self.named_weights()]
@@ -268,9 +273,7 @@ def _attention_of_text(config: PretrainedConfig) -> str | dict[str, str]:
     if text is config:
         return PACKED_ATTENTION
     return {
-        name: PACKED_ATTENTION
-        for name in config.sub_configs
-        if getattr(config, name, None) is text
+        name: PACKED_ATTENTION for name in config.sub_configs if getattr(config, name, None) is text
     }
 
 

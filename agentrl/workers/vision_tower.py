@@ -67,16 +67,14 @@ def place_media(
             yield PlacedMedia(span.item, offset + first - start, first + shift, last + shift)
 
 
-def tower_weights(lm: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
-    """List the weights of a model's vision tower with its merger, by name; empty without one.
-
-    Adapters of LoRA are not among them.
+def tower_modules(lm: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the modules of a model's vision tower and merger by name; none of a model of text.
 
     Raises:
         ConfigError: if the model has no interface of a tower and a language model.
     """
     if not has_vision(lm.config):
-        return []
+        return {}
     body = lm.base_model
     if not (hasattr(body, "language_model") and hasattr(body, "get_image_features")):
         raise ConfigError(
@@ -85,15 +83,23 @@ def tower_weights(lm: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
             expected="a model of transformers with get_image_features and language_model, such as "
             "Qwen2-VL, Qwen2.5-VL or Qwen3-VL",
         )
-    others = {id(weight) for weight in language_model(lm).parameters()}
-    head = lm.get_output_embeddings()
-    others |= {id(weight) for weight in head.parameters()} if head is not None else set()
-    return [(name, w) for name, w in lm.named_parameters() if id(w) not in others]
+    parts = {part for part in body.children() if part is not language_model(lm)}
+    inner = {module for part in parts for module in part.modules()}
+    return {name: module for name, module in lm.named_modules() if module in inner}
+
+
+def tower_weights(lm: PreTrainedModel) -> list[nn.Parameter]:
+    """List the weights of a model's vision tower and merger; none of a model of text.
+
+    Raises:
+        ConfigError: as `tower_modules`.
+    """
+    return [w for module in tower_modules(lm).values() for w in module.parameters(recurse=False)]
 
 
 def freeze_tower(lm: PreTrainedModel) -> None:
     """Train only the language part of a model."""
-    for _, weight in tower_weights(lm):
+    for weight in tower_weights(lm):
         weight.requires_grad_(False)
 
 
@@ -118,7 +124,7 @@ class VisionTower:
     @property
     def is_frozen(self) -> bool:
         """Whether no weight of the tower is trained."""
-        return not any(weight.requires_grad for _, weight in tower_weights(self._lm))
+        return not any(weight.requires_grad for weight in tower_weights(self._lm))
 
     def place(
         self, media: Sequence[PlacedMedia], encoder: MediaEncoder | None
@@ -136,8 +142,9 @@ class VisionTower:
             wanted = {one.item.key: one.item for one in media}
             features = self._load(wanted) if is_frozen else {}
             missing = [item for key, item in wanted.items() if key not in features]
+            num_idle = 0 if encoder is None else self._count_idle_calls(missing)
             computed = compute_features(self._lm, missing)
-            idle = [] if encoder is None else self._take_part(missing, encoder)
+            idle = [compute_no_features(self._lm, encoder) for _ in range(num_idle) if encoder]
         for item, found in zip(missing, computed, strict=True):
             features[item.key] = found
             if is_frozen and found.nbytes <= self._kept.maxsize:
@@ -149,13 +156,10 @@ class VisionTower:
         device = self._world.device
         return {key: _to(self._kept[key], device) for key in wanted if key in self._kept}
 
-    def _take_part(
-        self, computed: Sequence[MediaItem], encoder: MediaEncoder
-    ) -> list[VisionFeatures]:
-        """Call the tower as often as the rank with the most calls; a collective."""
-        own = len(group_items(computed))
-        most = int(self._world.max([own])[0])
-        return [compute_no_features(self._lm, encoder) for _ in range(most - own)]
+    def _count_idle_calls(self, missing: Sequence[MediaItem]) -> int:
+        """Return how many calls this rank makes less than the one with the most; a collective."""
+        own = len(group_items(missing))
+        return int(self._world.max([own])[0]) - own
 
 
 def _to(features: VisionFeatures, device: torch.device) -> VisionFeatures:

@@ -3,6 +3,7 @@
 The files are read, not mapped: mapped pages would count as memory of the process.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -21,8 +22,12 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from agentrl.workers.distributed import World
+from agentrl.workers.shards import local_slice
+
 PIECE_BYTES = 2**24
 """Bytes that are read and converted at once."""
+_DIGEST_PIECE = 2**22
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool,
@@ -160,6 +165,24 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda tensor: tensor)
 
 
+def digest_weights(weights: Iterable[tuple[str, Tensor]], world: World) -> str:
+    """Hash the values of some weights, independent of their layout. A collective.
+
+    The bits of each tensor are added as integers, which is exact in any order.
+    """
+    sums: dict[str, tuple[int, list[int]]] = {}
+    for name, weight in weights:
+        slice_ = local_slice(weight, world)
+        total = 0
+        if not slice_.copy:
+            bits = slice_.local.reshape(-1).view(torch.int32)
+            total = sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(_DIGEST_PIECE))
+        sums[base_name(name)] = total, list(slice_.shape)
+    every = world.gather({name: total for name, (total, _) in sums.items()})
+    content = [(name, sum(one[name] for one in every), sums[name][1]) for name in sorted(sums)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
 _POOL = 1_048_573
 """Random numbers of stand-in weights; prime, so that no two rows of a matrix are equal."""
 
@@ -236,9 +259,7 @@ def _read_headers(files: Iterable[str]) -> dict[str, StoredTensor]:
     return found
 
 
-def _rename(
-    stored: dict[str, StoredTensor], lm: PreTrainedModel
-) -> dict[str, StoredTensor] | None:
+def _rename(stored: dict[str, StoredTensor], lm: PreTrainedModel) -> dict[str, StoredTensor] | None:
     """Rename tensors as transformers does; None if it would compute others from one of them."""
     conversions, renamed = get_model_conversion_mapping(lm), dict[str, StoredTensor]()
     for name, tensor in sorted(stored.items()):

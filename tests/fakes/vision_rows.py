@@ -2,25 +2,34 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, reduce
+from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentrl.config.schema.training import FsdpConfig
 from agentrl.media.inputs import MultiModalInputs
 from agentrl.media.positions import place_runs
 from agentrl.media.processor import MediaProcessor
 from agentrl.media.records import MediaSpan
 from agentrl.protocol import DataProto
 from agentrl.protocol.columns import object_array
-from tests.fakes.training import Layout, Row, make_batch
+from agentrl.workers.actor import Actor
+from agentrl.workers.distributed import World
+from agentrl.workers.load import enable_checkpointing
+from agentrl.workers.model import PolicyModel
+from agentrl.workers.offload import OffloadedMemory
+from agentrl.workers.shards import local_tensor
+from agentrl.workers.vision_tower import freeze_tower
+from tests.fakes.training import GradientTrap, Layout, Row, make_actor, make_batch
+from tests.fakes.update_equality import Update
 from tests.fakes.vision_models import (
     encode_with_media,
     load_picture,
     make_processor,
+    make_vision_model,
     random_picture,
 )
 
@@ -115,25 +124,25 @@ def picture_batch(rows: Sequence[PictureRow], layout: Layout | None = None) -> D
     return batch
 
 
-def plain_log_probs(lm: PreTrainedModel, row: PictureRow) -> Tensor:
-    """Log-probabilities of the response: the model's own forward pass with pixels."""
+def plain_inputs(lm: PreTrainedModel, row: PictureRow) -> dict[str, Tensor]:
+    """The arguments of the model's own forward pass, with pixels."""
     ids = torch.tensor([row.ids])
-    # The model's own code takes every placeholder for a picture, so a sampled one is another token
-    # there; its embedding is given instead.
-    inputs = dict(MultiModalInputs(row.spans))
-    is_picture = torch.zeros_like(ids, dtype=torch.int32)
-    for span in row.spans:
-        is_picture[0, span.start : span.end] = 1
-    if row.spans:
-        inputs["mm_token_type_ids"] = is_picture
-    else:
-        inputs["inputs_embeds"] = lm.get_input_embeddings()(ids)
-    if "pixel_values" in inputs and "image_grid_thw" not in inputs:  # not of the Qwen families
-        del inputs["mm_token_type_ids"]
-    given = inputs if "inputs_embeds" in inputs else {"input_ids": ids, **inputs}
-    logits = lm(**given, use_cache=False).logits[0, len(row.prompt) - 1 : -1]
+    if not row.spans:
+        # Its code takes every placeholder for a picture, also one that was sampled.
+        return {"inputs_embeds": lm.get_input_embeddings()(ids)}
+    inputs = {"input_ids": ids, **MultiModalInputs(row.spans)}
+    if "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = torch.zeros_like(ids, dtype=torch.int32)
+        for span in row.spans:
+            inputs["mm_token_type_ids"][0, span.start : span.end] = 1
+    return inputs
+
+
+def plain_log_probs(lm: PreTrainedModel, row: PictureRow) -> Tensor:
+    """Log-probabilities of the response."""
+    logits = lm(**plain_inputs(lm, row), use_cache=False).logits[0, len(row.prompt) - 1 : -1]
     every = (logits.float() / TEMPERATURE).log_softmax(-1)
-    return every.gather(1, ids[0, len(row.prompt) :, None]).squeeze(1)
+    return every.gather(1, torch.tensor(row.response)[:, None]).squeeze(1)
 
 
 def plain_loss(lm: PreTrainedModel, rows: Sequence[PictureRow]) -> Tensor:
@@ -147,20 +156,55 @@ def plain_loss(lm: PreTrainedModel, rows: Sequence[PictureRow]) -> Tensor:
     return torch.cat(losses).mean()
 
 
+@torch.no_grad()
 def expected_log_probs(lm: PreTrainedModel, rows: Sequence[PictureRow]) -> list[Tensor]:
-    """Of the trained tokens of each row; 0 elsewhere."""
-    with torch.no_grad():
-        return [plain_log_probs(lm, row) * torch.tensor(row.mask) for row in rows]
+    """Log-probabilities of the trained tokens of each row; 0 elsewhere."""
+    return [plain_log_probs(lm, row) * torch.tensor(row.mask) for row in rows]
 
 
-def num_response_tokens(rows: Sequence[PictureRow]) -> int:
-    """Length of the longest response."""
-    return reduce(max, (len(row.response) for row in rows), 0)
+def naive_update(family: str, *, is_frozen: bool = False) -> Update:
+    """The loss of `make_rows`, and its gradient, without packing."""
+    lm = make_vision_model(family)
+    if is_frozen:
+        freeze_tower(lm)
+    loss = plain_loss(lm, make_rows(family))
+    loss.backward()
+    found = {name: weight.grad for name, weight in lm.named_parameters() if weight.grad is not None}
+    return Update(loss.item(), found)
 
 
-def shares(rows: Sequence[PictureRow], size: int) -> list[np.ndarray]:
-    """The rows of each of several ranks, of which the last has no picture."""
-    texts = [index for index, row in enumerate(rows) if not row.spans]
-    others = [index for index in range(len(rows)) if index not in texts]
-    parts = [np.array(others[rank :: size - 1]) for rank in range(size - 1)]
-    return [*parts, np.array(texts)]
+def build(
+    world: World,
+    family: str,
+    *,
+    is_frozen: bool = False,
+    checkpointing: bool = False,
+    activations_in_host: bool = False,
+    offloads: bool = False,
+    fsdp: FsdpConfig | None = None,
+    budget: int = 120,
+    **config: Any,
+) -> Actor:
+    """An actor of a small model of a family."""
+    lm = make_vision_model(family)
+    if is_frozen:
+        freeze_tower(lm)
+    if checkpointing:
+        enable_checkpointing(lm)
+    policy = PolicyModel(lm, world, torch.float32, fsdp or FsdpConfig())
+    policy.offloads_activations = activations_in_host
+    actor = make_actor(policy, Layout(budget=budget), **config)
+    if offloads:
+        weights = [local_tensor(weight.detach()) for _, weight in policy.named_weights()]
+        policy.offload = OffloadedMemory(lambda: weights)
+        with actor.on_device():
+            pass
+        assert not any(weight.untyped_storage().nbytes() for weight in weights)
+    return actor
+
+
+def packed_update(actor: Actor, batch: DataProto) -> Update:
+    """The actor's update of this rank's rows."""
+    trap = GradientTrap(actor)
+    metrics = actor.update_policy(batch, temperature=TEMPERATURE).metrics
+    return Update(metrics["actor/pg_loss"], trap.seen[0])

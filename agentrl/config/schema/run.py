@@ -129,7 +129,8 @@ class ModelConfig(Section):
     """An adapter adds `lora_alpha / lora_rank` times the product of its two matrices."""
     target_modules: str | list[str] = "all-linear"
     """The modules with an adapter: `all-linear` (all linear modules of the decoder), a list of
-    names or ends of names (`q_proj`), or a regular expression that matches whole names."""
+    names or ends of names (`q_proj`), or a regular expression that matches whole names. A vision
+    tower has no adapters."""
     exclude_modules: str | list[str] | None = None
     """Modules without an adapter, written as in `target_modules`."""
     lora_adapter_path: FolderOrHubName | None = None
