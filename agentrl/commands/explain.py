@@ -41,7 +41,7 @@ def explain_config(file: RunFile, console: Console) -> None:
             f"template and data: not checked, `prepare` must first make {', '.join(missing)}"
         )
     if (Path(config.model.path) / "config.json").is_file():
-        positions = load_hf_config(config.model).max_position_embeddings
+        positions = load_hf_config(config.model).get_text_config().max_position_embeddings
         check_model_length(config, positions, file=file.path)
     probed = probe_model(config, plugins)
     table = Table("chat template", "finding", show_lines=False)

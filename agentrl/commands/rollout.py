@@ -129,7 +129,7 @@ def load_engine(config: RunConfig, setup: RolloutSetup, world: World) -> Engine:
         return build_scripted_engine(config, setup.tokenizer)
     model = load_causal_lm(config.model)
     check_tokenizer(setup.tokenizer, model.config)
-    check_model_length(config, model.config.max_position_embeddings)
+    check_model_length(config, model.config.get_text_config().max_position_embeddings)
     nn.Module.to(model, device=world.device, dtype=resolve_dtype(config.model, world.device))
     return build_engine(config, model, setup.tokenizer, device=world.device)
 

@@ -47,9 +47,10 @@ def check_tokenizer_files(config: RunConfig) -> Checked[PreTrainedTokenizerBase]
     check_model_folders(config)
     tokenizer, model = load_tokenizer(config.model), load_hf_config(config.model)
     check_tokenizer(tokenizer, model)
-    check_model_length(config, model.max_position_embeddings)
+    num_positions = model.get_text_config().max_position_embeddings
+    check_model_length(config, num_positions)
     found = f"{type(tokenizer).__name__}, {len(tokenizer)} tokens; {model.model_type}, "
-    found += f"{model.max_position_embeddings} positions"
+    found += f"{num_positions} positions"
     doubts = find_disagreements(tokenizer, model, config.model.path)
     return Checked(tokenizer, found, tuple(doubts))
 

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from agentrl.errors import ConfigError
 from agentrl.media.positions import compute_position_ids, has_mrope, place_runs
-from agentrl.media.processor import MediaProcessor, TowerInputs
+from agentrl.media.processor import MediaEncoder, MediaProcessor, TowerInputs
 from agentrl.media.records import LoadedMedia, MediaItem, MediaKind, MediaSpan
 
 
@@ -86,25 +86,45 @@ def compute_features(lm: PreTrainedModel, items: Sequence[MediaItem]) -> list[Vi
         The features of each item, in order.
     """
     found: dict[int, VisionFeatures] = {}
-    groups: defaultdict[object, dict[int, TowerInputs]] = defaultdict(dict)
-    for index, item in enumerate(items):
-        inputs = item.inputs()
-        shapes = tuple((name, value.shape[1:]) for name, value in inputs.items())
-        groups[item.kind, shapes][index] = inputs
-    for group in groups.values():
-        output = _run_tower(lm, [items[index] for index in group], list(group.values()))
+    for group in group_items(items):
+        output = _run_tower(lm, [items[index] for index in group])
         found |= zip(group, output, strict=True)
     return [found[index] for index in range(len(items))]
 
 
-def _run_tower(
-    lm: PreTrainedModel, items: Sequence[MediaItem], inputs: Sequence[TowerInputs]
-) -> list[VisionFeatures]:
+def group_items(items: Sequence[MediaItem]) -> list[list[int]]:
+    """Group the indices of items by calls of the tower: one kind, and inputs that concatenate."""
+    groups: defaultdict[object, list[int]] = defaultdict(list)
+    for index, item in enumerate(items):
+        shapes = tuple((name, value.shape[1:]) for name, value in item.inputs().items())
+        groups[item.kind, shapes].append(index)
+    return list(groups.values())
+
+
+def compute_no_features(lm: PreTrainedModel, encoder: MediaEncoder) -> VisionFeatures:
+    """Run the tower on a small gray picture, and return none of its features.
+
+    A rank without pictures calls it, so that it takes part in the collectives of a sharded tower.
+    """
+    side = np.full((64, 64, 3), 127, np.uint8)
+    gray = LoadedMedia(MediaKind.IMAGE, Image.fromarray(side), "a gray picture of 64 pixels")
+    body: Any = lm.base_model
+    output = body.get_image_features(
+        **_join_inputs([encoder.encode(gray)], lm.device), return_dict=True
+    )
+    layers = getattr(output, "deepstack_features", None) or ()
+    return VisionFeatures(
+        _flatten(output.pooler_output)[:0], tuple(_flatten(layer)[:0] for layer in layers)
+    )
+
+
+def _run_tower(lm: PreTrainedModel, items: Sequence[MediaItem]) -> list[VisionFeatures]:
     """Run the tower on items of one kind, the inputs of which can be concatenated."""
     body: Any = lm.base_model
     is_image = items[0].kind is MediaKind.IMAGE
     run = body.get_image_features if is_image else body.get_video_features
-    output = run(**_join_inputs(inputs, lm.device), return_dict=True)
+    inputs = _join_inputs([item.inputs() for item in items], lm.device)
+    output = run(**inputs, return_dict=True)
     lengths = [item.num_tokens for item in items]
     embeds = _split(output.pooler_output, lengths)
     layers = [_split(layer, lengths) for layer in getattr(output, "deepstack_features", None) or ()]
@@ -123,8 +143,13 @@ def _join_inputs(inputs: Sequence[TowerInputs], device: torch.device) -> dict[st
 
 
 def _split(values: Any, lengths: Sequence[int]) -> Sequence[Tensor]:
+    return _flatten(values).split(list(lengths))
+
+
+def _flatten(values: Any) -> Tensor:
+    """Join the features of all items, `[n, H]`."""
     joined = values if isinstance(values, Tensor) else torch.cat(tuple(values))
-    return joined.reshape(-1, joined.shape[-1]).split(list(lengths))
+    return joined.reshape(-1, joined.shape[-1])
 
 
 def run_body(

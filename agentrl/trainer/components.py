@@ -18,6 +18,7 @@ from agentrl.config.schema.training import ActorConfig, UpdateConfig
 from agentrl.data.order import DataOrder
 from agentrl.engines import Engine
 from agentrl.engines.sglang.servers.directory import ServerDirectory
+from agentrl.engines.vision import has_vision
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.rewards import get_reward_manager
 from agentrl.rewards.managers import scores_alone
@@ -210,7 +211,7 @@ def build_components(
     policy = load_policy(config.model, groups, config.actor.fsdp_config, seed=config.trainer.seed)
     run_logger.notes(check_policy(config, policy, setup, data))
     actor = make_actor(config, policy, total_steps)
-    critic = make_critic(config, world, total_steps, policy.config.vocab_size)
+    critic = make_critic(config, world, total_steps, policy.text_config.vocab_size)
     check_checkpoint(config, [role.updater for role in (actor, critic) if role], total_steps)
     reward_model = make_reward_model(config, encoder, world)
     engine = start_engine(config, policy, setup, run_logger, given)
@@ -313,6 +314,8 @@ def check_policy(
         Notes for the user.
     """
     yield from find_unshared(config, policy)
+    if "model.freeze_vision_tower" in set_keys(config) and not has_vision(policy.config):
+        yield "model.freeze_vision_tower has no effect: the model has no vision tower"
     if doubt := find_doubt(config, policy, setup, data):
         yield doubt
 
@@ -386,7 +389,7 @@ def check_model(config: RunConfig, setup: RolloutSetup) -> list[str]:
     """
     found = load_hf_config(config.model)
     check_tokenizer(setup.tokenizer, found)
-    check_model_length(config, found.max_position_embeddings)
+    check_model_length(config, found.get_text_config().max_position_embeddings)
     notes = list(find_disagreements(setup.tokenizer, found, config.model.path))
     return [*notes, *setup.report.notes, *find_endless_turn(config, setup)]
 
@@ -478,9 +481,9 @@ def make_critic(
         return None
     groups = world.with_sequence_groups(critic.ulysses_sequence_parallel_size)
     model = load_value_model(critic.model, config.model, groups, critic.fsdp_config)
-    if model.config.vocab_size < vocab_size:
+    if model.text_config.vocab_size < vocab_size:
         raise ConfigError(
-            f"the critic has {model.config.vocab_size} tokens and the policy {vocab_size}",
+            f"the critic has {model.text_config.vocab_size} tokens and the policy {vocab_size}",
             key="critic.model.path",
             expected="a model with the policy's tokenizer",
         )

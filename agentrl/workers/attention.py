@@ -28,6 +28,9 @@ _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 def check_packable(config: PretrainedConfig) -> None:
     """Refuse a model whose layers mix tokens by anything but plain attention.
 
+    Args:
+        config: Of the language part.
+
     Raises:
         ConfigError: for recurrent or linear layers, and for capped attention logits.
     """
@@ -47,7 +50,7 @@ def max_sharing_length(lm: PreTrainedModel, kernel: PackedKernel) -> int:
     A longer sequence than the sliding window does not attend to its whole prefix. With dropout, the
     sequences of a batch would drop the same parts of a prefix.
     """
-    config = lm.config
+    config = lm.config.get_text_config()
     if not kernel.shares or has_dropout(lm):
         return 0
     layers, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
@@ -58,7 +61,8 @@ def max_sharing_length(lm: PreTrainedModel, kernel: PackedKernel) -> int:
 def has_dropout(lm: PreTrainedModel) -> bool:
     """Return whether the model computes something else in training than in evaluation."""
     rates = [module.p for module in lm.modules() if isinstance(module, torch.nn.Dropout)]
-    return any(rates) or bool(getattr(lm.config, "attention_dropout", 0))
+    configs = [lm.config, *(getattr(lm.config, name, None) for name in lm.config.sub_configs)]
+    return any(rates) or any(getattr(config, "attention_dropout", 0) for config in configs)
 
 
 def packed_attention(

@@ -15,6 +15,9 @@ from torch import Tensor
 from agentrl.algorithms.aggregation import compute_row_weights
 from agentrl.algorithms.trajectories import TRAJECTORY_IDS
 from agentrl.errors import DataError
+from agentrl.media.inputs import MultiModalInputs
+from agentrl.media.processor import MediaEncoder
+from agentrl.media.records import MediaSpan
 from agentrl.protocol import DataProto
 from agentrl.workers.distributed import World
 from agentrl.workers.packing import (
@@ -149,16 +152,28 @@ def move_padded_rows(rows: PaddedRows, exchange: RowExchange) -> PaddedRows:
         input_ids=exchange.send(rows.input_ids),
         attention_mask=exchange.send(rows.attention_mask),
         response_mask=exchange.send(rows.response_mask),
+        media=None if rows.media is None else tuple(exchange.send_objects(rows.media)),
     )
 
 
 def read_padded_rows(batch: DataProto) -> PaddedRows:
     """Read the columns that log-probabilities are computed from."""
+    media = batch.non_tensor_batch.get("multi_modal_inputs")
     return PaddedRows(
         input_ids=_tensor(batch, "input_ids"),
         attention_mask=_tensor(batch, "attention_mask"),
         response_mask=_tensor(batch, "response_mask"),
+        media=None if media is None else tuple(map(_read_spans, media)),
     )
+
+
+def _read_spans(inputs: Any) -> tuple[MediaSpan, ...]:
+    if not isinstance(inputs, MultiModalInputs):
+        raise DataError(
+            f"'multi_modal_inputs' has a {type(inputs).__name__}",
+            expected="a MultiModalInputs in each row, as collate makes them",
+        )
+    return inputs.spans
 
 
 def read_groups(batch: DataProto) -> tuple[Hashable, ...]:
@@ -300,7 +315,8 @@ def split_micro_batches(
         rows: This rank's, on the CPU.
         index: The rows to pack.
         budget: Tokens of each rank that computes a micro-batch, shared ones counted once; a longer
-            row is alone. None: a default for the device.
+            row is alone. The placeholder tokens of a picture are counted, and not the patches that
+            the vision tower computes for them. None: a default for the device.
         world: The ranks.
         max_sharing_length: Rows of at most this many tokens share prefixes; 0: none does.
     """
@@ -312,12 +328,20 @@ def split_micro_batches(
     budget *= world.ranks_per_sequence
     runs, costs = packer.cut(budget)
     count = int(world.max([count_micro_batches(costs, budget)])[0])
+    encoder = None if rows.media is None or world.is_alone else _find_encoder(rows, index, world)
     return [
-        packer.pack([runs[item] for item in part], world.device)
+        replace(packer.pack([runs[item] for item in part], world.device), encoder=encoder)
         if part
-        else dummy_batch(rows.response_mask.shape[1], world.device)
+        else dummy_batch(rows.response_mask.shape[1], world.device, encoder=encoder)
         for part in partition_balanced(costs, count)
     ]
+
+
+def _find_encoder(rows: PaddedRows, index: Sequence[int], world: World) -> MediaEncoder | None:
+    """Return the encoder of a picture of any rank; None if no rank has one. A collective."""
+    spans = (span for row in index for span in (rows.media or ())[row])
+    own = next((span.item.encoder for span in spans), None)
+    return next((found for found in world.gather(own) if found is not None), None)
 
 
 def _tensor(batch: DataProto, key: str) -> Tensor:

@@ -71,7 +71,7 @@ class ModelIdentity:
     shapes: dict[str, list[int]]
     """Shape of every trained weight."""
     base: str = ""
-    """With LoRA: digest of the frozen weights."""
+    """Digest of the frozen weights: with LoRA, or a frozen vision tower; empty: none is frozen."""
     scales: dict[str, float] = field(default_factory=dict[str, float])
     """With LoRA: the factor of each adapter."""
 
@@ -433,7 +433,7 @@ def _difference(found: ModelIdentity, expected: ModelIdentity) -> str:
         if theirs != ours:
             return f"{name} is {theirs or 'absent'}, not {ours or 'absent'}"
     if found.base != expected.base:
-        return "its adapters were trained on a base with other weights"
+        return "its weights were trained next to other frozen weights"
     if found.scales != expected.scales:
         return "model.lora_alpha was another"
     return "no difference"

@@ -12,6 +12,7 @@ from torch import Tensor
 from agentrl.config.schema.prepare import SftConfig
 from agentrl.data.rows import Conversation, load_conversations
 from agentrl.errors import DataError
+from agentrl.media.records import MediaSpan
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.templates import ChatTemplate, encode_conversation
 from agentrl.workers.packing import PaddedRows
@@ -23,7 +24,10 @@ class Demonstration:
 
     ids: list[int]
     weights: list[float]
-    """1 on assistant tokens, `observed_loss_weight` on others, 0 on the system prompt."""
+    """1 on assistant tokens, `observed_loss_weight` on others, 0 on the system prompt and on the
+    placeholders of pictures."""
+    spans: tuple[MediaSpan, ...] = ()
+    """The runs of placeholder tokens."""
 
 
 class DemonstrationEncoder:
@@ -188,7 +192,13 @@ def pad_demonstrations(batch: Sequence[Demonstration]) -> tuple[PaddedRows, Tens
         weights[row, : len(one.ids)] = torch.tensor(one.weights)
     present = torch.tensor([len(one.ids) for one in batch])
     attention_mask = (torch.arange(length) < present[:, None]).long()
-    return PaddedRows(ids, attention_mask, weights[:, 1:].ne(0)), weights[:, 1:]
+    rows = PaddedRows(
+        input_ids=ids,
+        attention_mask=attention_mask,
+        response_mask=weights[:, 1:].ne(0),
+        media=tuple(one.spans for one in batch),
+    )
+    return rows, weights[:, 1:]
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -16,8 +16,10 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from agentrl.atomic_io import atomic_folder, naming_path
+from agentrl.engines.vision import has_vision
 from agentrl.errors import CheckpointError
 from agentrl.workers.lora import ADAPTER_WEIGHTS, BASE_DIGEST, peft_name
 from agentrl.workers.model import PolicyModel
@@ -34,9 +36,13 @@ ABOUT = "agentrl.json"
 _MODEL_FILES = [
     "*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json", "adapter_*",
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "chat_template*",
+    "chat_template*", "*processor_config.json",
 ]  # fmt: skip
 """Files of a model: an export replaces all of them."""
+_PROCESSOR_FILES = [
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+]  # fmt: skip
+"""Files of the processor of a vision-language model: copied from its folder."""
 
 
 def export_hf(
@@ -48,7 +54,8 @@ def export_hf(
 ) -> None:
     """Write a Hugging Face folder that other programs can load, atomically. A collective.
 
-    Adapters are merged into the weights.
+    Adapters are merged into the weights. The processor of a vision-language model is that of its
+    folder.
     The weights have the dtype that they were loaded in; saved buffers have their own. Each tensor
     is gathered and written in turn; only the main rank keeps those of the file that it writes next.
     All files of a model in the folder are replaced; its other files stay.
@@ -143,6 +150,11 @@ def _write_model(policy: PolicyModel, weights: Iterator[tuple[str, Tensor]], fol
             _write_weights(weights, folder)
         lm.config.dtype = dtype  # `save_pretrained` writes that of the module
         lm.config.save_pretrained(folder)
+    if has_vision(lm.config) and lm.name_or_path:
+        for name in _PROCESSOR_FILES:
+            source = cached_file(lm.name_or_path, name, _raise_exceptions_for_missing_entries=False)
+            if source is not None:
+                shutil.copyfile(source, folder / name)
 
 
 def _write_adapter(

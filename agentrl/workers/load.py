@@ -3,13 +3,14 @@
 import logging
 from contextlib import suppress
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -17,11 +18,13 @@ from transformers import (
 
 from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
+from agentrl.engines.vision import has_vision
 from agentrl.errors import ConfigError
 from agentrl.workers.distributed import World
 from agentrl.workers.lora import inject_adapters
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.sequence_parallel import check_heads
+from agentrl.workers.vision_tower import freeze_tower
 from agentrl.workers.weight_files import WeightFiles, init_buffers
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,8 @@ def load_policy(
         lm = load_causal_lm(config)
         if not world.is_alone and world.is_main:
             logger.info("every rank reads all weights of %s, which are converted", config.path)
+    if config.freeze_vision_tower:
+        freeze_tower(lm)
     adapters = inject_adapters(lm, config, seed=seed)
     if config.enable_gradient_checkpointing:
         enable_checkpointing(lm)
@@ -91,24 +96,36 @@ def load_hf_config(config: ModelConfig) -> PretrainedConfig:
         loaded = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise _no_model(config.path, error) from error
-    refuse_multimodal(loaded, config.path)
+    refuse_other_media(loaded, config.path)
     override_config(loaded, config.override_config)
     return loaded
 
 
-def refuse_multimodal(loaded: PretrainedConfig, path: str) -> None:
-    """Refuse a multimodal model: only its language part would be trained.
+def refuse_other_media(loaded: PretrainedConfig, path: str) -> None:
+    """Refuse a model with parts that are neither a language model nor a vision tower.
 
     Raises:
         ConfigError: with the model's type.
     """
-    if loaded.get_text_config() is not loaded:
-        raise ConfigError(
-            f"the model at {path} is a {loaded.model_type}, which reads images or other media; "
-            "agentrl trains text models only",
-            key="model.path",
-            expected="a causal language model of text",
-        )
+    is_text = loaded.get_text_config() is loaded
+    has_audio = any(name.startswith("audio_") for name in loaded.sub_configs)
+    if is_text or (has_vision(loaded) and not has_audio):
+        return
+    raise ConfigError(
+        f"the model at {path} is a {loaded.model_type}, which reads "
+        f"{'audio' if has_audio else 'other media than pictures'}",
+        key="model.path",
+        expected="a causal language model of text, or of text and pictures",
+    )
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """Return the class of transformers that loads a language model with its head.
+
+    Args:
+        config: The model's.
+    """
+    return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
 
 
 def make_empty_lm(config: ModelConfig, device: torch.device) -> PreTrainedModel:
@@ -120,7 +137,7 @@ def make_empty_lm(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     hf_config = load_hf_config(config)
     try:
         with torch.device("meta"):
-            lm: PreTrainedModel = AutoModelForCausalLM.from_config(
+            lm: PreTrainedModel = model_class(hf_config).from_config(
                 hf_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
             )
     except (OSError, ValueError) as error:
@@ -139,7 +156,7 @@ def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
     """
     try:
         hf_config = load_hf_config(config)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = model_class(hf_config).from_pretrained(
             config.path,
             config=hf_config,
             dtype=torch.float32,
@@ -165,16 +182,30 @@ def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
 def override_config(hf_config: PretrainedConfig, overrides: dict[str, Any]) -> None:
     """Replace keys of a Hugging Face configuration.
 
+    In a model with a vision tower, a key that only the language part has is replaced there, and a
+    part (`vision_config`) is overridden by a mapping of its keys.
+
     Raises:
         ConfigError: for a key that the configuration does not have.
     """
     for key, value in overrides.items():
-        if not hasattr(hf_config, key):
+        owner = hf_config if hasattr(hf_config, key) else hf_config.get_text_config()
+        if not hasattr(owner, key):
             raise ConfigError(
                 f"a {hf_config.model_type} configuration has no {key!r}",
                 key=f"model.override_config.{key}",
             )
-        setattr(hf_config, key, value)
+        part = getattr(owner, key)
+        if not isinstance(part, PretrainedConfig):
+            setattr(owner, key, value)
+        elif isinstance(value, dict):
+            override_config(part, cast("dict[str, Any]", value))
+        else:
+            raise ConfigError(
+                f"{key!r} is a part of a {hf_config.model_type} configuration",
+                key=f"model.override_config.{key}",
+                expected="a mapping of its keys",
+            )
 
 
 def resolve_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:

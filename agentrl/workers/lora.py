@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,8 @@ from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.plugins.environment import install_command
 from agentrl.workers.distributed import World
 from agentrl.workers.shards import full_tensor, local_slice
-from agentrl.workers.weight_files import allocate, base_name, is_adapter
+from agentrl.workers.vision_tower import tower_modules
+from agentrl.workers.weight_files import allocate, digest_weights, is_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,6 @@ ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.j
 BASE_DIGEST = "base_digest"
 """Key of an exported adapter's `agentrl.json`."""
 _PEFT_PREFIX = "base_model.model."
-_DIGEST_PIECE = 2**22
 
 
 class Adapters:
@@ -93,7 +93,7 @@ class Adapters:
                 index = tuple(slice(start, start + size) for start, size in bounds)
                 slice_.local.copy_(self._first_value(name, weight)[index])
         base = ((name, w) for name, w in lm.named_parameters() if not is_adapter(name))
-        self.base_digest = _digest(base, world)
+        self.base_digest = digest_weights(base, world)
         if self._loaded_base not in (None, self.base_digest):
             raise ConfigError(
                 "the adapter was trained on other weights than those of model.path",
@@ -220,8 +220,9 @@ def _choose_modules(lm: PreTrainedModel, config: ModelConfig) -> list[str]:
         ConfigError: if a name matches nothing, or if it matches the head or another module that
             cannot have an adapter.
     """
-    linear, head = _linear_names(lm), _head_name(lm)
-    every = [name for name, _ in lm.named_modules() if name]
+    linear, head, tower = _linear_names(lm), _head_name(lm), tower_modules(lm)
+    linear = [name for name in linear if name not in tower]
+    every = [name for name, _ in lm.named_modules() if name and name not in tower]
     if config.target_modules == "all-linear":
         chosen = {name for name in linear if name != head}
     else:
@@ -283,8 +284,8 @@ def _head_name(lm: PreTrainedModel) -> str | None:
 
 
 def _short_names(lm: PreTrainedModel) -> str:
-    head = _head_name(lm)
-    ends = {name.rpartition(".")[2] for name in _linear_names(lm) if name != head}
+    others = {_head_name(lm), *tower_modules(lm)}
+    ends = {name.rpartition(".")[2] for name in _linear_names(lm) if name not in others}
     return ", ".join(sorted(ends))
 
 
@@ -306,12 +307,21 @@ def _insert(lm: PreTrainedModel, config: Any, key: str, *, with_copy: bool = Fal
             del lm.peft_config  # nothing reads it, and peft warns if the model has one
     except ValueError as error:
         raise ConfigError(f"peft cannot insert the adapter: {error}", key=key) from error
+    tower = tower_modules(lm)
     for name, module in lm.named_modules():
-        if hasattr(module, "lora_A") and (type(module) is not Linear or module.lora_variant):
+        if not hasattr(module, "lora_A"):
+            continue
+        if type(module) is not Linear or module.lora_variant:
             raise ConfigError(
                 f"{name} would get an adapter that is not plain LoRA",
                 key=key,
                 expected="plain LoRA of linear modules",
+            )
+        if name in tower:
+            raise ConfigError(
+                f"{name} would get an adapter, and is in the vision tower",
+                key=key,
+                expected="adapters of the language part only",
             )
     for name, weight in lm.named_parameters():
         weight.requires_grad_(is_adapter(name) and name.endswith(f".{TRAINED}.weight"))
@@ -368,21 +378,3 @@ def _check_names(lm: PreTrainedModel, loaded: Mapping[str, Tensor], path: str) -
                 key="model.lora_adapter_path",
                 expected="a plain LoRA adapter of the model at model.path",
             )
-
-
-def _digest(weights: Iterable[tuple[str, Tensor]], world: World) -> str:
-    """Hash the values of some weights, independent of their layout. A collective.
-
-    The bits of each tensor are added as integers, which is exact in any order.
-    """
-    sums: dict[str, tuple[int, list[int]]] = {}
-    for name, weight in weights:
-        slice_ = local_slice(weight, world)
-        total = 0
-        if not slice_.copy:
-            bits = slice_.local.reshape(-1).view(torch.int32)
-            total = sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(_DIGEST_PIECE))
-        sums[base_name(name)] = total, list(slice_.shape)
-    every = world.gather({name: total for name, (total, _) in sums.items()})
-    content = [(name, sum(one[name] for one in every), sums[name][1]) for name in sorted(sums)]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -26,10 +26,11 @@ from transformers import (
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from agentrl.config.schema.training import FsdpConfig
+from agentrl.engines.vision import PlacedFeatures, VisionFeatures, run_body
 from agentrl.errors import ConfigError
+from agentrl.media.positions import has_mrope
 from agentrl.workers.attention import PACKED_ATTENTION, check_packable, max_sharing_length
 from agentrl.workers.attention_kernels import SdpaKernel, choose_kernel
-from agentrl.workers.attention_plan import AttentionPlan
 from agentrl.workers.distributed import World
 from agentrl.workers.log_probs import HeadTransform, TokenScores, read_head_transform, score_tokens
 from agentrl.workers.lora import Adapters
@@ -38,10 +39,12 @@ from agentrl.workers.packing import PackedBatch
 from agentrl.workers.packing_probe import measure_crossing
 from agentrl.workers.sequence_parallel import SequenceShard
 from agentrl.workers.shards import local_tensor
+from agentrl.workers.vision_tower import VisionTower, tower_weights
 from agentrl.workers.weight_files import (
     WeightFiles,
     allocate,
     base_name,
+    digest_weights,
     is_adapter,
     stand_in_weights,
 )
@@ -90,10 +93,14 @@ class PackedModel(nn.Module):
         stored_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_packable(lm.config)
+        tower_weights(lm)  # refuses a model of other parts
+        check_packable(lm.config.get_text_config())
         self.lm = lm
+        self.tower = VisionTower(lm, world)
         self.world = world
         self.adapters: Adapters | None = None
+        self.tower_digest = ""
+        """Identifies the values of a frozen vision tower, if all other weights are trained."""
         self.compute_dtype = compute_dtype
         self.kernel = choose_kernel(lm.config, world.device, compute_dtype)
         self.stored_dtype = stored_dtype or lm.dtype
@@ -119,6 +126,8 @@ class PackedModel(nn.Module):
         if adapters is not None:
             self.adapters = adapters
             adapters.fill(self.lm, self.world)
+        elif frozen := [(n, w) for n, w in self.lm.named_parameters() if not w.requires_grad]:
+            self.tower_digest = digest_weights(frozen, self.world)
         if fsdp.param_offload and not fsdp.offload_policy and self.world.device.type != "cpu":
             self.offload = OffloadedMemory(
                 lambda: [local_tensor(weight.detach()) for _, weight in self.named_weights()]
@@ -127,11 +136,10 @@ class PackedModel(nn.Module):
     def run(self, packed: PackedBatch, score: Score) -> Sequence[Tensor | None]:
         """Compute numbers of the trained tokens of a micro-batch, `[N]` each."""
         shard = self.world.sequence_shard(packed.input_ids.shape[1])
+        with offload_activations() if self.offloads_activations else nullcontext():
+            hidden = self._run_body(packed, shard)
         if shard is None:
-            hidden = self._run_body(packed.input_ids, packed.position_ids, packed.plan)
             return score(hidden[0, packed.head_positions], packed.targets)
-        ids, positions = shard.take(packed.input_ids), shard.take(packed.position_ids)
-        hidden = self._run_body(ids, positions, packed.plan, sequence_shard=shard)
         index, columns = shard.find_own(packed.head_positions)
         own = score(hidden[0, columns], packed.targets[index])
         return shard.gather_scores(own, index, len(packed.targets))
@@ -141,19 +149,26 @@ class PackedModel(nn.Module):
         (found,) = self.run(packed, lambda hidden, _: (score(hidden),))
         return cast("Tensor", found)
 
-    def _run_body(
-        self, ids: Tensor, positions: Tensor, plan: AttentionPlan, **extra: SequenceShard
-    ) -> Tensor:
-        """Return the last hidden states, `[1, S, H]`."""
-        with offload_activations() if self.offloads_activations else nullcontext():
-            return self.lm.base_model(
-                input_ids=ids,
-                position_ids=positions,
-                use_cache=False,
-                attention_plan=plan,
-                attention_kernel=self.kernel,
-                **extra,
-            ).last_hidden_state
+    def _run_body(self, packed: PackedBatch, shard: SequenceShard | None) -> Tensor:
+        """Return the last hidden states of all tokens, or of this rank's part: `[1, S, H]`."""
+        placed = self.tower.place(packed.media, packed.encoder)
+        ids, positions = packed.input_ids, packed.position_ids
+        if positions.ndim == 3 and not has_mrope(self.config):
+            positions = positions[0]
+        arguments: dict[str, Any] = {}
+        if shard is not None:
+            ids, positions = shard.take(ids), shard.take(positions)
+            placed = None if placed is None else _take_part(placed, shard)
+            arguments["sequence_shard"] = shard
+        return run_body(
+            self.lm,
+            ids,
+            positions,
+            placed,
+            attention_plan=packed.plan,
+            attention_kernel=self.kernel,
+            **arguments,
+        )
 
     def check_packing(self, score: Callable[[PackedBatch], Tensor]) -> None:
         """Refuse a model that lets the sequences of a micro-batch change each other. A collective.
@@ -167,7 +182,7 @@ class PackedModel(nn.Module):
         Raises:
             ConfigError: with the difference of these numbers.
         """
-        self.lm.set_attn_implementation(PACKED_ATTENTION)
+        self.lm.set_attn_implementation(_attention_of_text(self.config))
         was_training, kernel = self.training, self.kernel
         sharing = self.max_sharing_length(share_prefixes=True)
         self.eval()
@@ -175,7 +190,7 @@ class PackedModel(nn.Module):
             self.kernel = SdpaKernel()
         packed, shared = measure_crossing(
             score,
-            vocab_size=self.config.vocab_size,
+            vocab_size=self.text_config.vocab_size,
             device=self.world.device,
             max_sharing_length=sharing,
         )
@@ -246,6 +261,30 @@ class PackedModel(nn.Module):
         """The Hugging Face configuration."""
         return self.lm.config
 
+    @property
+    def text_config(self) -> PretrainedConfig:
+        """The configuration of the language part; of a text model, the whole."""
+        return self.lm.config.get_text_config()
+
+
+def _attention_of_text(config: PretrainedConfig) -> str | dict[str, str]:
+    """Return packed attention for the language part; a vision tower keeps its own."""
+    text = config.get_text_config()
+    if text is config:
+        return PACKED_ATTENTION
+    return {
+        name: PACKED_ATTENTION for name in config.sub_configs if getattr(config, name, None) is text
+    }
+
+
+def _take_part(placed: PlacedFeatures, shard: SequenceShard) -> PlacedFeatures:
+    """Return the features of the tokens that a rank of a sequence group computes."""
+    index, columns = shard.find_own(placed.index)
+    embeds, layers = placed.features
+    return PlacedFeatures(
+        columns, VisionFeatures(embeds[index], tuple(layer[index] for layer in layers))
+    )
+
 
 class PolicyModel(PackedModel):
     """A causal LM that computes the scores of the trained tokens of a packed batch.
@@ -306,7 +345,7 @@ def probe_head(lm: PreTrainedModel) -> HeadTransform:
     Raises:
         ConfigError: if agentrl's log-probabilities differ from the model's.
     """
-    transform = read_head_transform(lm.config)
+    transform = read_head_transform(lm.config.get_text_config())
     if _head_agrees(lm, transform, *_skip_body(lm)):
         return transform
     # The body is computed only if that did not work.

@@ -4,13 +4,16 @@ A row of the batch is `[prompt | response]` with padding at both ends. Its packe
 its last trained token: padding and later tokens have no effect on a trained log-probability
 (attention is causal), so they are not computed. A row without a trained token is not computed.
 
+The placeholder tokens of images and videos are packed like others. Two of them are equal only if
+they are the same token of the same picture.
+
 Shape key: B rows, L prompt + response, T response positions, S tokens of a packed micro-batch,
 N trained positions of a packed micro-batch.
 """
 
 import heapq
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,8 +21,12 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import DataError
+from agentrl.media.positions import compute_position_ids
+from agentrl.media.processor import MediaEncoder
+from agentrl.media.records import MediaSpan
 from agentrl.workers.attention_plan import AttentionPlan
-from agentrl.workers.prefixes import Segment, sort_rows
+from agentrl.workers.prefixes import Segment, mark_media, sort_rows
+from agentrl.workers.vision_tower import PlacedMedia, place_media
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,9 @@ class PaddedRows:
     """`[B, L]`, 1 on tokens and 0 on padding, which is only at the ends."""
     response_mask: Tensor
     """`[B, T]`, nonzero on trained tokens; the response is the last T columns of L."""
+    media: tuple[tuple[MediaSpan, ...], ...] | None = None
+    """The runs of placeholder tokens of each row, which count from its first token; None: the run
+    has no images or videos."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ class PackedBatch:
     input_ids: Tensor
     """`[1, S]`, int64."""
     position_ids: Tensor
-    """`[1, S]`, int64; restart at 0 with each sequence."""
+    """`[1, S]`, int64; restart at 0 with each sequence. `[3, 1, S]` if some tokens are pictures."""
     head_positions: Tensor
     """`[N]`, int64: packed positions before a trained token."""
     targets: Tensor
@@ -68,6 +78,11 @@ class PackedBatch:
     """The rows of the padded batch that this micro-batch holds; empty in a dummy."""
     response_length: int
     """T."""
+    media: tuple[PlacedMedia, ...] = ()
+    """The packed tokens that are pictures."""
+    encoder: MediaEncoder | None = None
+    """If several ranks compute and one of them has pictures: makes the picture with which a rank
+    takes part in the collectives of the vision tower."""
 
     def unpack(self, values: Tensor) -> Tensor:
         """Put one value per target back to `[rows of this micro-batch, T]`; zeros elsewhere."""
@@ -96,6 +111,8 @@ class RowPacker:
             ids[row, start : start + lengths[row]]
             for row, start in zip(self._index, self._starts, strict=True)
         ]
+        if rows.media is not None:
+            tokens = mark_media(tokens, [rows.media[row] for row in self._index])
         self._sorted = sort_rows(tokens, max_length=max_sharing_length)
 
     @property
@@ -144,17 +161,24 @@ def pack_rows(
     return packer.pack(packer.cut(sys.maxsize)[0], device)
 
 
-def dummy_batch(response_length: int, device: torch.device) -> PackedBatch:
+def dummy_batch(
+    response_length: int, device: torch.device, *, encoder: MediaEncoder | None = None
+) -> PackedBatch:
     """Make a micro-batch of one token, which is not trained.
 
     A rank with fewer micro-batches runs it, so that all ranks take part in all collectives.
+
+    Args:
+        response_length: T.
+        device: Of the packed tensors.
+        encoder: As of `PackedBatch`.
     """
     zero, none = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     return PackedBatch(
         input_ids=zero.to(device), position_ids=zero.to(device),
         head_positions=none.to(device), targets=none.to(device),
         rows=none.to(device), columns=none.to(device),
-        plan=AttentionPlan((1,)), row_index=(), response_length=response_length,
+        plan=AttentionPlan((1,)), row_index=(), response_length=response_length, encoder=encoder,
     )  # fmt: skip
 
 
@@ -208,6 +232,9 @@ def _pack(
     input_ids, position_ids = torch.zeros(2, 1, sum(lengths), dtype=torch.int64)
     # The rows of a segment write equal values.
     input_ids[0, packed], position_ids[0, packed] = rows.input_ids[source, column], position
+    spans = [rows.media[row] if rows.media else () for row in index]
+    if any(spans):
+        position_ids = _place_positions(position_ids, spans, segments)
     return PackedBatch(
         input_ids=move_to_device(input_ids, device),
         position_ids=move_to_device(position_ids, device),
@@ -218,7 +245,32 @@ def _pack(
         plan=AttentionPlan(tuple(lengths), tuple(segment.parent for segment in segments)),
         row_index=tuple(index),
         response_length=num_response,
+        media=tuple(_place_pictures(spans, segments)),
     )
+
+
+def _place_pictures(
+    spans: Sequence[Sequence[MediaSpan]], segments: Sequence[Segment]
+) -> Iterator[PlacedMedia]:
+    """Locate the pictures of each segment, which all its rows have."""
+    offset = 0
+    for segment in segments:
+        yield from place_media(spans[segment.first], segment.start, segment.end, offset)
+        offset += segment.end - segment.start
+
+
+def _place_positions(
+    plain: Tensor, spans: Sequence[Sequence[MediaSpan]], segments: Sequence[Segment]
+) -> Tensor:
+    """Return the positions with three dimensions, `[3, 1, S]`."""
+    positions, offset = plain.repeat(3, 1, 1), 0
+    for segment in segments:
+        end = offset + segment.end - segment.start
+        if own := spans[segment.first]:
+            found = compute_position_ids(own, segment.start, segment.end)
+            positions[:, 0, offset:end] = torch.from_numpy(found)
+        offset = end
+    return positions
 
 
 def _place_tokens(

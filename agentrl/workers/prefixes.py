@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.media.records import MediaSpan
+
 MIN_SHARED_TOKENS = 8
 """A shorter common part is computed for each row: one more call of attention costs more."""
 
@@ -85,6 +87,30 @@ class SortedRows(NamedTuple):
                 below = _children(self.shared, first, last, end)
                 todo += [(*child, end, parent) for child in reversed(below)]
         return found
+
+
+def mark_media(
+    tokens: Sequence[NDArray[np.int64]], media: Sequence[Sequence[MediaSpan]]
+) -> list[NDArray[np.int64]]:
+    """Replace placeholder tokens by negative numbers, one for each token of each picture.
+
+    Args:
+        tokens: Of each row.
+        media: The runs of placeholder tokens of each row; they may end after its tokens.
+    """
+    firsts, count, marked = dict[tuple[str, str], int](), 0, list[NDArray[np.int64]]()
+    for row, spans in zip(tokens, media, strict=True):
+        own = row.copy() if spans else row
+        for span in spans:
+            if span.item.key not in firsts:
+                firsts[span.item.key] = count
+                count += span.item.num_tokens
+            first = firsts[span.item.key] + span.offset
+            numbers = -1 - np.arange(first, first + span.end - span.start)
+            part = own[span.start : span.end]
+            part[:] = numbers[: len(part)]
+        marked.append(own)
+    return marked
 
 
 def sort_rows(tokens: Sequence[NDArray[np.int64]], *, max_length: int) -> SortedRows:

@@ -7,9 +7,11 @@ The ranks are divided into data-parallel groups of equal size, in the order of t
 of a group compute the same rows; without sequence parallelism each rank is a group of its own.
 """
 
+import pickle
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor
 
 from agentrl.workers.distributed import World
 from agentrl.workers.packing import partition_balanced
+
+T = TypeVar("T")
 
 _MIN_GAIN = 0.03
 """Rows move only if the slowest rank computes at least this share fewer tokens."""
@@ -59,12 +63,26 @@ class RowExchange:
         """
         if not self.is_needed:
             return rows
-        copies = self.world.size // self.world.dp_size
-        sent = [self._own(part) for part in self.parts for _ in range(copies)]
-        start = self.starts[self.world.rank]
+        sent, start = self._sent(), self.starts[self.world.rank]
         index = torch.tensor([row - start for part in sent for row in part], dtype=torch.int64)
         received = np.histogram(self.computed, bins=self.starts)[0].tolist()
         return self.world.exchange_rows(rows[index], [len(part) for part in sent], received)
+
+    def send_objects(self, rows: Sequence[T]) -> list[T]:
+        """Do the same for objects, one for each row. A collective.
+
+        What several rows for one rank refer to is sent to it once.
+        """
+        if not self.is_needed:
+            return list(rows)
+        world, start = self.world, self.starts[self.world.rank]
+        parts = [pickle.dumps([rows[row - start] for row in part]) for part in self._sent()]
+        sizes = [len(part) for part in parts]
+        received = [each[world.rank] for each in world.gather(sizes)]
+        outgoing = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+        incoming = world.exchange_rows(outgoing, sizes, received).numpy().tobytes()
+        bounds = pairwise(accumulate(received, initial=0))
+        return [row for begin, end in bounds for row in pickle.loads(incoming[begin:end])]
 
     def send_back(self, values: Tensor) -> Tensor:
         """Give each owner the results of its rows; the first rank of a group sends. A collective.
@@ -84,6 +102,11 @@ class RowExchange:
         start = self.starts[world.rank]
         index = torch.tensor([row - start for part in parts for row in part], dtype=torch.int64)
         return torch.empty_like(found).index_copy_(0, index.to(found.device), found)
+
+    def _sent(self) -> list[list[int]]:
+        """Return the rows that this rank sends to each rank."""
+        copies = self.world.size // self.world.dp_size
+        return [self._own(part) for part in self.parts for _ in range(copies)]
 
     def _own(self, rows: Sequence[int]) -> list[int]:
         start, end = self.starts[self.world.rank : self.world.rank + 2]

@@ -196,7 +196,7 @@ def find_implausible(
     """
     if len(prompt_ids) < 2:
         return None
-    vocab_size = policy.config.vocab_size
+    vocab_size = policy.text_config.vocab_size
     prompt = torch.tensor(list(prompt_ids))
     draws = torch.Generator().manual_seed(0)
     # The prompt under random permutations of the vocabulary.

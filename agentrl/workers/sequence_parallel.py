@@ -69,9 +69,9 @@ class SequenceShard:
         return -(-self.num_tokens // self.size)
 
     def take(self, tokens: Tensor) -> Tensor:
-        """Return this rank's part `[1, s]` of `[1, S]`, padded with zeros."""
+        """Return this rank's part `[..., s]` of `[..., S]`, padded with zeros."""
         padded = pad(tokens, (0, self.width * self.size - self.num_tokens))
-        return padded[:, self.rank * self.width : (self.rank + 1) * self.width]
+        return padded[..., self.rank * self.width : (self.rank + 1) * self.width]
 
     def scatter_heads(self, tokens: Tensor) -> Tensor:
         """Exchange this rank's tokens of all heads for all tokens of its heads.
@@ -96,7 +96,7 @@ class SequenceShard:
         return _AllToAll.apply(blocks, self.group).transpose(0, 1).flatten(1, 2)
 
     def find_own(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the packed positions `[N]` that are in this rank's part.
+        """Find which of some packed positions, `[N]`, are in this rank's part.
 
         Returns:
             Their indices in `positions`, `[n]`, and their columns in the part, `[n]`.

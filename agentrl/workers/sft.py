@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from agentrl.config.schema.prepare import SftConfig
 from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
+from agentrl.engines.vision import has_vision
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.workers.batches import split_micro_batches
@@ -80,7 +81,7 @@ def run_sft(
         world: The ranks; each takes its share of every batch.
         tools: The tools of conversations without `tools` of their own.
         model: Model settings of the run that follows; its `path` and LoRA are not read: the
-            warm-up trains every weight.
+            warm-up trains every weight, except those of a frozen vision tower.
         template_kwargs: The run's `data.apply_chat_template_kwargs`.
         now: The date for templates that use it.
         on_step: Called after every step, on every rank.
@@ -149,16 +150,17 @@ def _micro_batch_losses(
 def _open_halves(policy: PolicyModel) -> Iterator[ThreadPoolExecutor | None]:
     """Start two threads for the halves of each batch if the model's kernels are small.
 
-    Only for plain weights on a CPU with several threads, and without dropout, whose draws would
-    depend on the order of the threads. Otherwise None.
+    Only for plain weights on a CPU with several threads, without a vision tower, which keeps
+    features, and without dropout, whose draws would depend on the order of the threads. Otherwise
+    None.
     """
     num_threads, world, hidden_size = (
         torch.get_num_threads(),
         policy.world,
-        policy.config.hidden_size,
+        policy.text_config.hidden_size,
     )
     small = world.device.type == "cpu" and hidden_size <= _SMALL_HIDDEN_SIZE
-    plain = world.is_alone and not isinstance(policy, FSDPModule)
+    plain = world.is_alone and not isinstance(policy, FSDPModule) and not has_vision(policy.config)
     draws = not policy.max_sharing_length(share_prefixes=True)
     if num_threads == 1 or not small or not plain or draws:
         yield None

@@ -39,7 +39,7 @@ def identify(policy: PackedModel) -> ModelIdentity:
     shapes = {name: list(weight.shape) for name, weight in policy.trained_weights()}
     identity = ModelIdentity(type(policy.lm).__name__, shapes)
     if policy.adapters is None:
-        return identity
+        return replace(identity, base=policy.tower_digest)
     return replace(identity, base=policy.adapters.base_digest, scales=policy.adapters.scales)
 
 

@@ -59,9 +59,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
         ConfigError: with both sizes.
     """
     highest = max(tokenizer.get_vocab().values(), default=-1)
-    if highest >= config.vocab_size:
+    num_embeddings = config.get_text_config().vocab_size
+    if highest >= num_embeddings:
         raise ConfigError(
-            f"the tokenizer has ids up to {highest}, the model has {config.vocab_size} embeddings",
+            f"the tokenizer has ids up to {highest}, the model has {num_embeddings} embeddings",
             key="model.tokenizer_path",
             expected=_EXPECTED,
         )

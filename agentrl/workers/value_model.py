@@ -27,6 +27,7 @@ from agentrl.workers.model import PackedModel
 from agentrl.workers.packing import PackedBatch
 from agentrl.workers.sequence_parallel import check_heads
 from agentrl.workers.shards import local_slice
+from agentrl.workers.vision_tower import freeze_tower
 from agentrl.workers.weight_files import WeightFiles, stand_in_weights
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class ValueModel(PackedModel):
         super().__init__(lm, world, compute_dtype, stored_dtype=stored_dtype)
         with stand_in_weights(lm, world.device, torch.float32):
             self.check_packing(self._project)
-        self.score = nn.Linear(lm.config.hidden_size, 1, device=lm.device)
+        self.score = nn.Linear(self.text_config.hidden_size, 1, device=lm.device)
         self.place(fsdp, files)
         self._fill_head(files)
 
@@ -83,7 +84,7 @@ class ValueModel(PackedModel):
 
     def _project(self, packed: PackedBatch) -> Tensor:
         """Return the component of each state in a random direction, `[N]`: numbers of size 1."""
-        size = self.lm.config.hidden_size
+        size = self.text_config.hidden_size
         direction = torch.randn(size, generator=torch.Generator().manual_seed(0)) / size**0.5
         return self._run_one(packed, lambda hidden: hidden.float() @ direction.to(hidden.device))
 
@@ -131,6 +132,8 @@ def load_value_model(
                 "safetensors files, and then a saved head is not read",
                 own.path,
             )
+    if own.freeze_vision_tower:
+        freeze_tower(lm)
     if own.enable_gradient_checkpointing:
         enable_checkpointing(lm)
     value_model = ValueModel(lm, world, resolve_dtype(own, world.device), fsdp, files=files)

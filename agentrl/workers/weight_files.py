@@ -3,6 +3,7 @@
 The files are read, not mapped: mapped pages would count as memory of the process.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -17,11 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from agentrl.workers.distributed import World
+from agentrl.workers.shards import local_slice
+
 PIECE_BYTES = 2**24
 """Bytes that are read and converted at once."""
+_DIGEST_PIECE = 2**22
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool,
@@ -74,14 +80,17 @@ class WeightFiles:
             lm: The model, on any device.
 
         Returns:
-            None if the files do not have exactly the model's weights under its names: then only
-            transformers can load them, or report what is wrong.
+            None if the files do not have exactly the model's weights, under its names or under
+            names that transformers replaces: then only transformers can load them, or report what
+            is wrong.
         """
         if getattr(lm.config, "quantization_config", None) is not None:
             return None
         try:
             stored = _read_headers(_list_files(path))
         except (OSError, ValueError, KeyError):
+            return None
+        if (stored := _rename(stored, lm)) is None:
             return None
         prefix = f"{lm.base_model_prefix}."
         shapes = {name: tuple(tensor.shape) for name, tensor in lm.state_dict().items()}
@@ -93,7 +102,7 @@ class WeightFiles:
             sum(name in named and named[name].shape == shapes[name] for name in names) == 1
             for names in _names_of_each(lm)
         )
-        return cls(named) if is_whole and not _is_converted(lm, stored) else None
+        return cls(named) if is_whole else None
 
     def dtype(self) -> torch.dtype:
         """Return the type of most of the bytes."""
@@ -154,6 +163,24 @@ def allocate(module: nn.Module, device: torch.device) -> None:
                 owner._parameters[leaf] = made[weight]
     # FSDP2 keeps references to its shards, which it reads again whenever a module is converted.
     module._apply(lambda tensor: tensor)
+
+
+def digest_weights(weights: Iterable[tuple[str, Tensor]], world: World) -> str:
+    """Hash the values of some weights, independent of their layout. A collective.
+
+    The bits of each tensor are added as integers, which is exact in any order.
+    """
+    sums: dict[str, tuple[int, list[int]]] = {}
+    for name, weight in weights:
+        slice_ = local_slice(weight, world)
+        total = 0
+        if not slice_.copy:
+            bits = slice_.local.reshape(-1).view(torch.int32)
+            total = sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(_DIGEST_PIECE))
+        sums[base_name(name)] = total, list(slice_.shape)
+    every = world.gather({name: total for name, (total, _) in sums.items()})
+    content = [(name, sum(one[name] for one in every), sums[name][1]) for name in sorted(sums)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 _POOL = 1_048_573
@@ -232,11 +259,13 @@ def _read_headers(files: Iterable[str]) -> dict[str, StoredTensor]:
     return found
 
 
-def _is_converted(lm: PreTrainedModel, names: Iterable[str]) -> bool:
-    """Return whether transformers would rename or recompute one of the tensors."""
-    conversions = get_model_conversion_mapping(lm)
-    return any(
-        conversion.rename_source_key(name) != (name, None)
-        for name in names
-        for conversion in conversions
-    )
+def _rename(stored: dict[str, StoredTensor], lm: PreTrainedModel) -> dict[str, StoredTensor] | None:
+    """Rename tensors as transformers does; None if it would compute others from one of them."""
+    conversions, renamed = get_model_conversion_mapping(lm), dict[str, StoredTensor]()
+    for name, tensor in sorted(stored.items()):
+        for conversion in conversions:
+            name, matched = conversion.rename_source_key(name)
+            if matched is not None and not isinstance(conversion, WeightRenaming):
+                return None
+        renamed[name] = tensor
+    return renamed

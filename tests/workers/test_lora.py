@@ -262,7 +262,7 @@ def test_checkpoint_holds_adapters_only_and_refuses_another_base_or_scale(
     assert {name.removeprefix("weight/") for name in weights} == adapters_of(actor.policy).keys()
     tiny_model(initializer_range=0.1, seed=1).save_pretrained(tmp_path / "other")
     for policy, message in (
-        (load(world, tmp_path / "other"), "trained on a base with other weights"),
+        (load(world, tmp_path / "other"), "next to other frozen weights"),
         (load(world, folder, lora_alpha=8), "lora_alpha was another"),
         (load(world, folder, lora_rank=2), r"is \[4, \d+\], not \[2, \d+\]"),
         (load(world, folder, lora_rank=0), "absent"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2_5_VLConfig, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2AudioConfig, Qwen2Tokenizer
 
 from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
@@ -193,9 +193,9 @@ def test_experts_without_a_token_have_a_zero_gradient(world: World):
     assert not full_tensor(expert.grad).any()
 
 
-def test_a_model_that_reads_images_is_refused_with_a_message(tmp_path: Path):
-    Qwen2_5_VLConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="a qwen2_5_vl, which reads images") as caught:
+def test_a_model_that_reads_audio_is_refused_with_a_message(tmp_path: Path):
+    Qwen2AudioConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="a qwen2_audio, which reads audio") as caught:
         load_hf_config(ModelConfig(path=str(tmp_path)))
     assert caught.value.key == "model.path"
 

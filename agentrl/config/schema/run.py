@@ -129,16 +129,22 @@ class ModelConfig(Section):
     """An adapter adds `lora_alpha / lora_rank` times the product of its two matrices."""
     target_modules: str | list[str] = "all-linear"
     """The modules with an adapter: `all-linear` (all linear modules of the decoder), a list of
-    names or ends of names (`q_proj`), or a regular expression that matches whole names."""
+    names or ends of names (`q_proj`), or a regular expression that matches whole names. A vision
+    tower has no adapters."""
     exclude_modules: str | list[str] | None = None
     """Modules without an adapter, written as in `target_modules`."""
     lora_adapter_path: FolderOrHubName | None = None
     """A saved adapter in peft's format, which is trained further; it has its own rank, alpha and
     modules."""
+    freeze_vision_tower: bool = True
+    """Train only the language part of a vision-language model: its tower, with the merger or
+    projector, keeps its weights. The features of a picture are then computed once for all passes
+    over a batch. Also for the critic. Without effect on a model of text."""
     trust_remote_code: bool = False
     """Run code that is part of the model's folder."""
     override_config: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Replacements for keys of the Hugging Face configuration."""
+    """Replacements for keys of the Hugging Face configuration. For a vision-language model, the
+    keys of its language part too, and mappings for its parts (`vision_config`)."""
 
     @property
     def has_lora(self) -> bool:
