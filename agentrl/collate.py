@@ -9,7 +9,8 @@ tensor               shape, dtype   what
 `responses`          [B, T] int64   all later tokens, padded on the right
 `input_ids`          [B, L] int64   prompts and responses
 `attention_mask`     [B, L] int64   1 on tokens, 0 on padding
-`position_ids`       [B, L] int64   0, 1, 2, ... on tokens; 0 on padding
+`position_ids`       [B, L] int64   0, 1, 2, ... on tokens; 0 on padding. With three-dimensional
+                                    positions (`has_mrope`): [B, 3, L]
 `response_mask`      [B, T] int64   1 on trained tokens
 `rollout_log_probs`  [B, T] float32 at sampling; 0 on observed tokens and padding
 `turn_ids`           [B, T] int64   the turn that a token belongs to; -1 on padding
@@ -25,9 +26,10 @@ tensor               shape, dtype   what
 ==================== ============== ===========================================================
 
 Objects: `uid` (the group), `request_id` (of the sequence), `stop_reason`, `messages` (dicts),
-`reward_scores`, `reward_extra_info`, `reward_index` (the token that has the trajectory's reward;
-None if another row has it, or nothing is trained), `data_source`, `ground_truth`, `extra_info`, and
-the row's own columns. If a column has one of these names, it is left out.
+`multi_modal_data`, `multi_modal_inputs` (a `MultiModalInputs`), `reward_scores`,
+`reward_extra_info`, `reward_index` (the token that has the trajectory's reward; None if another row
+has it, or nothing is trained), `data_source`, `ground_truth`, `extra_info`, and the row's own
+columns. If a column has one of these names, it is left out.
 
 A request has a row for each of its sequences: those of its branches, then its own. Most requests
 have one. All rows of a trajectory have its `in_baseline`, rewards and columns; conversation, tokens
@@ -49,8 +51,9 @@ import torch
 from agentrl.config.schema.reward import RewardConfig
 from agentrl.config.schema.run import DataConfig
 from agentrl.config.schema.training import SegmentCredit
-from agentrl.data.rows import RowReader
+from agentrl.data.rows import RowReader, with_media_columns
 from agentrl.errors import DataError
+from agentrl.media.inputs import MultiModalInputs
 from agentrl.protocol import DataProto
 from agentrl.rewards.combination import TRAJECTORY_ALONE, Source, combine_rewards
 from agentrl.rewards.placement import RewardPlacement, place_rewards
@@ -89,6 +92,7 @@ def collate(
     pad_token_id: int,
     reward: RewardConfig = TRAJECTORY_ALONE,
     segment_credit: SegmentCredit = "trajectory",
+    has_mrope: bool = False,
     prompt_width: int | None = None,
     response_width: int | None = None,
 ) -> DataProto:
@@ -99,6 +103,7 @@ def collate(
         pad_token_id: Token id of padding.
         reward: How rewards are combined, and on which trained tokens they are placed.
         segment_credit: Which sequences of a trajectory are trained.
+        has_mrope: Whether the model has three-dimensional positions.
         prompt_width: P, for batches that are concatenated; None: length of the longest prompt.
         response_width: T; None: length of the longest response.
 
@@ -123,6 +128,8 @@ def collate(
     indices = [request.batch_data_id for request in owners]
     tensors["batch_data_id"] = torch.tensor(indices, dtype=torch.int64)
     trajectories = [_number(request.request_id.encode()) for request in owners]
+    if has_mrope:
+        tensors["position_ids"] = _mrope_position_ids(rows, prompt_width, response_width)
     tensors["trajectory_ids"] = torch.tensor(trajectories, dtype=torch.int64)
     names = dict.fromkeys(name for request in requests for name in request.columns)
     columns = {name: [request.columns.get(name) for request in owners] for name in names}
@@ -162,9 +169,9 @@ async def generate_sequences(
     """
     given = prompts.non_tensor_batch
     key = "raw_prompt" if "raw_prompt" in given else "prompt"
-    reader = RowReader("prompts", DataConfig(prompt_key=key, image_key="multi_modal_data"))
+    reader = RowReader("prompts", DataConfig(prompt_key=key))
     rows = [{key: column[row] for key, column in given.items()} for row in range(len(prompts))]
-    read = [reader.read(row, number, number) for number, row in enumerate(rows)]
+    read = [reader.read(with_media_columns(row), at, at) for at, row in enumerate(rows)]
     requests = manager.make_requests(read, plan._replace(n=1), step=step)
     for request, row in zip(requests, rows, strict=True):
         request.uid = str(row.get("uid", request.uid))
@@ -277,6 +284,18 @@ def _write(
         columns["token_level_scores"][position] = value
 
 
+def _mrope_position_ids(
+    rows: Sequence[_Row], prompt_width: int, response_width: int
+) -> torch.Tensor:
+    """Return the positions in time, height and width, `[B, 3, L]`; 0 on padding."""
+    positions = np.zeros((len(rows), 3, prompt_width + response_width), np.int64)
+    for index, row in enumerate(rows):
+        own = row.sequence.mrope_position_ids
+        start = prompt_width - len(row.prompt_ids)
+        positions[index, :, start : start + own.shape[1]] = own
+    return torch.from_numpy(positions)
+
+
 def _place_rm_scores(
     rows: Sequence[_Row], response_mask: torch.Tensor, reward: RewardConfig
 ) -> torch.Tensor:
@@ -313,6 +332,7 @@ def _own_columns(rows: Sequence[_Row]) -> dict[str, list[Any]]:
         "stop_reason": [str(one.stop_reason) for one in sequences],
         "messages": [[m.to_template() for m in one.messages] for one in sequences],
         "multi_modal_data": [one.multi_modal_data for one in sequences],
+        "multi_modal_inputs": [MultiModalInputs(one.media_spans) for one in sequences],
         "reward_scores": [request.reward_scores for request in requests],
         "reward_extra_info": [request.reward_extra_info for request in requests],
         "reward_index": [row.placement.index for row in rows],

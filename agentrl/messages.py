@@ -17,7 +17,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class ContentPart(BaseModel):
-    """One part of a content with several parts. The model sees only `text` parts."""
+    """One part of a content with several parts."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -26,7 +26,10 @@ class ContentPart(BaseModel):
     text: str | None = None
     """The text of a `text` part."""
     shown: Literal[False] | None = None
-    """False if the part has no tokens. That is so for the images and videos of tools."""
+    """False if the part has no tokens: an image of a tool, if the model reads text only."""
+    item: Any = Field(default=None, exclude=True, repr=False)
+    """The processed image or video (`agentrl.media.records.MediaItem`). It is not written to JSON,
+    and chat templates do not see it."""
 
     @classmethod
     def kept(cls, type: str) -> "ContentPart":

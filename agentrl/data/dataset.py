@@ -14,6 +14,7 @@ from agentrl.config.schema.run import DataConfig
 from agentrl.data.files import read_rows
 from agentrl.data.rows import Prompt, RowReader
 from agentrl.errors import DataError
+from agentrl.media.loading import digest_sources
 from agentrl.plugins import load_object
 
 
@@ -56,7 +57,12 @@ class PromptDataset(Sequence[Prompt]):
     def row_digests(self) -> tuple[str, ...]:
         """Hash of the content of each prompt, without its index."""
         contents = (
-            json.dumps(prompt.model_dump(exclude={"index"}), sort_keys=True, default=repr)
+            json.dumps(
+                prompt.model_dump(exclude={"index", "multi_modal_data"}),
+                sort_keys=True,
+                default=repr,
+            )
+            + digest_sources(prompt.multi_modal_data)
             for prompt in self._prompts
         )
         return tuple(hashlib.sha256(content.encode()).hexdigest()[:32] for content in contents)

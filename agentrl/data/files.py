@@ -79,7 +79,7 @@ def _first_rows(path: Path, reader: Callable[[Path], list[Row]], max_rows: int) 
             rows = untyped_datasets().load_dataset(
                 "parquet", data_files=str(path), split="train", streaming=True, batch_size=max_rows
             )
-            return list(rows.take(max_rows))
+            return list(_without_decoding(rows).take(max_rows))
         except (ValueError, OSError) as error:
             raise DataError(f"cannot read Parquet: {error}", file=path) from None
 
@@ -90,12 +90,29 @@ def _read_parquet(path: Path) -> list[Row]:
     with _quiet(), tempfile.TemporaryDirectory() as cache:
         try:
             table = untyped.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
-            return list(table)
+            return list(_without_decoding(table))
         except (untyped.exceptions.DatasetGenerationError, ValueError, OSError) as error:
             cause = error.__cause__ or error
             # An error of the disk is about the copy.
             disk = tempfile.gettempdir() if isinstance(cause, OSError) else None
             raise DataError(f"cannot read Parquet: {cause}", file=path, copied_to=disk) from None
+
+
+def _without_decoding(table: Any) -> Any:
+    """Leave images and videos encoded: a request decodes its own when it starts."""
+    decoded = untyped_datasets().features
+
+    def undecoded(feature: Any) -> Any:
+        if isinstance(feature, decoded.Image | decoded.Video):
+            return type(feature)(decode=False)
+        if isinstance(feature, decoded.List | decoded.LargeList):
+            return type(feature)(undecoded(feature.feature))
+        return feature
+
+    for name, feature in (table.features or {}).items():
+        if (changed := undecoded(feature)) is not feature and changed != feature:
+            table = table.cast_column(name, changed)
+    return table
 
 
 def _read_json(path: Path) -> list[Row]:

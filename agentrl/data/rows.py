@@ -6,7 +6,8 @@ varies may also be JSON texts. They are decoded, and their nulls are kept.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from agentrl.config.schema.run import DataConfig
 from agentrl.data.files import Row, read_rows
 from agentrl.errors import DataError
-from agentrl.messages import Message, OpenAIFunctionToolSchema
+from agentrl.media.records import MediaKind
+from agentrl.messages import ContentPart, Message, OpenAIFunctionToolSchema
 
 
 class Prompt(BaseModel):
@@ -48,11 +50,15 @@ class Prompt(BaseModel):
     `rollout.multi_turn.tools_per_row`."""
     columns: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further columns of the row (`ability`, `agent_name`, ...)."""
+    multi_modal_data: dict[str, list[Any]] = Field(default_factory=dict[str, list[Any]])
+    """Sources of the images and videos by kind, in the order of the parts of that type in
+    `messages`. They are decoded when a request starts."""
 
 
 _MESSAGES = "a list of messages, each with `role` and `content`, or a text"
-_MEDIA_MARKS = ("<image>", "<video>")
-_TEXT = "rows of text only (data.image_key and data.video_key name the columns that are checked)"
+_MARKS = re.compile("|".join(f"<{kind}>" for kind in MediaKind))
+_PART_KINDS = {f"{kind}{suffix}": kind for kind in MediaKind for suffix in ("", "_url")}
+"""The types of content parts that show an image or a video."""
 
 _EXTRA_INFO_KEYS = ("tools_kwargs", "interaction_kwargs", "tool_selection", "need_tools_kwargs")
 
@@ -82,33 +88,51 @@ class RowReader:
         Raises:
             DataError: With file, row number and what was expected.
         """
-        given: Row = without_nulls(row) or {}
+        columns = (self._config.image_key, self._config.video_key)
+        media = {key: row[key] for key in columns if key in row}
+        given: Row = without_nulls({key: row[key] for key in row if key not in media}) or {}
         messages = self._messages(given, number)
         extra_info = self._mapping(given.get("extra_info"), "extra_info", number)
         try:
             prompt = self._prompt(given, messages, extra_info, number, index)
         except ValidationError as error:
             raise self._error(_describe(error, self._prompt_key), number, _MESSAGES) from None
-        if media := self._media(row, prompt):
-            reason = f"{media}: agentrl trains on text only, so the policy would not see it"
-            raise self._error(reason, number, _TEXT)
-        return prompt
+        return self._with_media(prompt, media, number)
 
-    def _media(self, row: Row, prompt: Prompt) -> str | None:
-        """Describe the first image or video of a row; None for a row of text."""
-        for key in (self._config.image_key, self._config.video_key):
-            value = row.get(key)
-            if without_nulls(_decoded(value)):
-                return f"the column {key!r} has images or videos"
-        has_columns = self._config.image_key in row or self._config.video_key in row
-        for index, message in enumerate(prompt.messages):
-            name = f"{self._prompt_key}[{index}]"
-            if kinds := [kind for kind in message.part_types if kind != "text"]:
-                return f"{name} has a content part of type {kinds[0]!r}"
-            marks = [mark for mark in _MEDIA_MARKS if mark in message.text]
-            if has_columns and marks:
-                return f"{name} has the mark {marks[0]}, and the row has a column for it"
-        return None
+    def _with_media(self, prompt: Prompt, media: Row, number: int) -> Prompt:
+        """Put the images and videos of the columns in the places of their marks.
+
+        Raises:
+            DataError: If there is not one mark, or one part without a source, for each.
+        """
+        keys = {MediaKind.IMAGE: self._config.image_key, MediaKind.VIDEO: self._config.video_key}
+        columns = {kind: _sources(media.get(key)) for kind, key in keys.items()}
+        if not media and not any(message.part_types for message in prompt.messages):
+            return prompt
+        marked = {kind for kind in MediaKind if keys[kind] in media}
+        messages = [_split_marks(message, marked) for message in prompt.messages]
+        left = {kind: list(sources) for kind, sources in columns.items()}
+        found: dict[str, list[Any]] = {}
+        num_asked = dict.fromkeys(MediaKind, 0)
+        for part in (part for message in messages for part in _parts(message)):
+            kind = _PART_KINDS.get(part.type)
+            if kind is None:
+                continue
+            own = (part.model_extra or {}).get(part.type)
+            num_asked[kind] += own is None
+            if own is None and left[kind]:
+                own = left[kind].pop(0)
+            found.setdefault(str(kind), []).append(own)
+        for kind, key in keys.items():
+            if num_asked[kind] != len(columns[kind]):
+                raise self._error(
+                    f"the messages show {num_asked[kind]} {kind}s of the column {key!r}, which has "
+                    f"{len(columns[kind])}",
+                    number,
+                    f"one <{kind}> in the texts for each",
+                )
+        plain = [_without_sources(message) for message in messages]
+        return prompt.model_copy(update={"messages": plain, "multi_modal_data": found})
 
     def _prompt(
         self, row: Row, messages: list[Any], extra_info: Row, number: int, index: int
@@ -169,6 +193,67 @@ class RowReader:
 
     def _error(self, reason: str, number: int, expected: str) -> DataError:
         return DataError(reason, file=self._file, row=number, expected=expected)
+
+
+def with_media_columns(row: Row) -> Row:
+    """Return a row of a batch, with the images and videos of its `multi_modal_data` as columns."""
+    media = row.get("multi_modal_data")
+    if not isinstance(media, Mapping):
+        return row
+    given = cast("Mapping[str, Any]", media)
+    columns = {f"{kind}s": given.get(str(kind)) for kind in MediaKind}
+    rest = {name: value for name, value in row.items() if name != "multi_modal_data"}
+    return {name: value for name, value in columns.items() if value} | rest
+
+
+def _sources(value: Any) -> list[Any]:
+    """Return the images or videos of a column: a list, or one of them."""
+    value = _decoded(value)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [one for one in cast("Sequence[Any]", value) if one is not None]
+    return [] if value is None else [value]
+
+
+def _parts(message: Message) -> list[ContentPart]:
+    return message.content if isinstance(message.content, list) else []
+
+
+def _split_marks(message: Message, kinds: Set[MediaKind]) -> Message:
+    """Split the texts of a message at `<image>` and `<video>`, for columns that the row has."""
+    texts = _parts(message) or [ContentPart(type="text", text=message.text)]
+    if message.role == "assistant" or not any(
+        f"<{k}>" in (p.text or "") for k in kinds for p in texts
+    ):
+        return message
+    parts: list[ContentPart] = []
+    for part in texts:
+        if part.type != "text":
+            parts.append(part)
+            continue
+        start, text = 0, part.text or ""
+        for mark in _MARKS.finditer(text):
+            kind = MediaKind(mark.group()[1:-1])
+            if kind in kinds:
+                parts.append(ContentPart(type="text", text=text[start : mark.start()]))
+                parts.append(ContentPart(type=str(kind)))
+                start = mark.end()
+        parts.append(ContentPart(type="text", text=text[start:]))
+    kept = [part for part in parts if part.type != "text" or part.text]
+    return message.model_copy(update={"content": kept})
+
+
+def _without_sources(message: Message) -> Message:
+    """Return a message in which parts that show an image or a video have only their kind."""
+    kinds = [_PART_KINDS.get(part.type) for part in _parts(message)]
+    if not any(kinds):
+        return message
+    content = [
+        ContentPart(type=str(kind)) if kind else part
+        for kind, part in zip(kinds, _parts(message), strict=True)
+    ]
+    return message.model_copy(update={"content": content})
 
 
 def without_nulls(value: Any) -> Any:

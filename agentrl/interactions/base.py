@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
+from agentrl.messages import ToolResponse
+
 SHARED_KEYS = ("name", "timeout_s")
 """Keys of every interaction's `config` that agentrl reads."""
 
@@ -15,8 +17,9 @@ class InteractionResult(NamedTuple):
 
     should_terminate: bool
     """End the request: the conversation is over."""
-    content: str = ""
-    """The user's message; appended unless the conversation is over."""
+    content: str | ToolResponse = ""
+    """The user's message; appended unless the conversation is over. A `ToolResponse` may have
+    images and videos, which are shown before its text."""
     score: float | None = None
     """Score of the answer that it replies to; None if it gives none."""
     metadata: dict[str, Any] | None = None
@@ -136,11 +139,12 @@ class BaseInteraction:
         """
 
 
-def _content(value: Any, interaction: str) -> str:
-    if value is None or isinstance(value, str):
+def _content(value: Any, interaction: str) -> str | ToolResponse:
+    if isinstance(value, str | ToolResponse | None):
         return value or ""
     raise TypeError(
-        f"interaction {interaction!r} returned the content {value!r:.80}; expected a str"
+        f"interaction {interaction!r} returned the content {value!r:.80}; expected a str, or a "
+        "ToolResponse with images"
     )
 
 

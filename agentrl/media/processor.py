@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from agentrl.errors import DataError
+from agentrl.errors import DataError, MissingExtraError
 from agentrl.media.positions import has_mrope
 from agentrl.media.records import LoadedMedia, MediaItem, MediaKind, Video
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 MAX_CACHED_INPUT_BYTES = 512 * 2**20
 """Bytes of tower inputs that a process keeps; others are computed again from their pictures."""
-MAX_CACHED_ITEMS = 4096
-"""Number of processed items that a processor keeps."""
 
 TowerInputs = dict[str, NDArray[Any]]
 """Inputs of a vision tower by name, such as `pixel_values` and `image_grid_thw`."""
@@ -105,7 +104,8 @@ class MediaProcessor:
         }
         self.has_mrope = has_mrope(config)
         self._vision: Any = getattr(config, "vision_config", None)
-        self._items: LRUCache[str, MediaItem] = LRUCache(MAX_CACHED_ITEMS)
+        # Requests keep their items; this finds the one of an equal picture.
+        self._items: WeakValueDictionary[str, MediaItem] = WeakValueDictionary()
         self._lock = threading.Lock()
 
     def process(self, loaded: LoadedMedia) -> MediaItem:
@@ -129,6 +129,12 @@ class MediaProcessor:
                 f"{type(self.processor).__name__} reads no {kind}s",
                 file=loaded.source,
                 expected=", ".join(f"{known}s" for known in self.placeholders) or "no media",
+            )
+        if kind is MediaKind.VIDEO and getattr(self.processor, "video_processor", None) is None:
+            raise MissingExtraError(
+                "processors of videos in transformers need the package torchvision, which is not "
+                "installed",
+                install="a torchvision that fits the installed torch",
             )
         placeholder = self.placeholders[kind]
         inputs = call_processor(

@@ -42,7 +42,7 @@ class Video:
         self.fps = fps
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoadedMedia:
     """A decoded image or video."""
 
@@ -55,7 +55,7 @@ class LoadedMedia:
     """The path or URL that it was read from; empty if it was given as bytes or as an object."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class MediaItem:
     """An image or video as one model sees it."""
 
@@ -89,6 +89,10 @@ class MediaItem:
     def key(self) -> tuple[str, str]:
         """Equal for equal pictures that are processed in the same way."""
         return self.encoder.key, self.loaded.digest
+
+    def __deepcopy__(self, _: Any) -> "MediaItem":
+        """Return the item itself: a copy of a message shows the same picture."""
+        return self
 
     def inputs(self) -> dict[str, NDArray[Any]]:
         """Return the inputs of the vision tower by name, such as `pixel_values`.

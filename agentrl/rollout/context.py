@@ -9,6 +9,7 @@ from agentrl.errors import ConfigError
 from agentrl.interactions.base import BaseInteraction
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.rollout.fitting import EncodedPrompt, TextFitter
+from agentrl.rollout.media import RequestMedia
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import Capability, ChatTemplate, TemplateReport
 from agentrl.rollout.tool_calls import ToolCaller
@@ -25,6 +26,8 @@ class RolloutContext:
     parser: ToolParser
     caller: ToolCaller
     fitter: TextFitter
+    media: RequestMedia
+    """Loads images and videos, and puts them into messages."""
     tools: Sequence[BaseTool]
     interactions: Mapping[str, BaseInteraction]
     settings: MultiTurnConfig

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from agentrl.errors import DataError
+from agentrl.media.positions import Run
 from agentrl.messages import Message
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import ChatTemplate
+from agentrl.rollout.templates.compiled import EncodedMedia
 
 Truncation = Literal["error", "left", "right", "middle"]
 """The part of a prompt that is removed. `error` refuses to cut."""
@@ -24,13 +26,16 @@ _MAX_TOKEN_CHARS = 64
 """A token of ordinary text has fewer characters. Longer texts are clipped before encoding."""
 
 
-def fit_prompt(ids: Sequence[int], max_length: int, truncation: Truncation) -> list[int]:
+def fit_prompt(
+    ids: Sequence[int], max_length: int, truncation: Truncation, *, has_media: bool = False
+) -> list[int]:
     """Cut the tokens of a prompt to `max_length`. A prompt that fits is returned unchanged.
 
     Args:
         ids: The rendered prompt.
         max_length: Tokens to keep, at least 1.
         truncation: The side to remove; `error` refuses to cut.
+        has_media: Whether the prompt has images or videos, for the error: it is never cut.
 
     Raises:
         DataError: If the prompt is too long and `truncation` is `error`.
@@ -42,10 +47,15 @@ def fit_prompt(ids: Sequence[int], max_length: int, truncation: Truncation) -> l
     if len(ids) <= max_length:
         return list(ids)
     if truncation == "error":
+        ways = "a larger data.max_prompt_length, data.filter_overlong_prompts, or "
+        ways += (
+            "smaller images (data.mm_processor_kwargs); a prompt with images is not cut"
+            if (has_media)
+            else "data.truncation left, right or middle"
+        )
         raise DataError(
             f"a prompt of {len(ids)} tokens is longer than data.max_prompt_length, {max_length}",
-            expected="a larger data.max_prompt_length, data.filter_overlong_prompts, or "
-            "data.truncation left, right or middle",
+            expected=ways,
         )
     head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
     return [*ids[:head], *ids[len(ids) - (max_length - head) :]]
@@ -60,6 +70,8 @@ class EncodedPrompt(NamedTuple):
     """Number of tokens that were cut."""
     text: str
     """Text of the tokens; empty if tokens were cut."""
+    runs: list[Run]
+    """The runs of placeholder tokens of images and videos in `ids`, in order."""
 
 
 @dataclass(eq=False, slots=True)
@@ -112,20 +124,23 @@ class PromptEncoder:
         cached = self._cached[request.uid] = _CachedPrompt(list(request.messages), tools)
         try:
             planned = self._template.plan_prompt(request.messages, request.tool_schemas)
-            ids = await self._template.encode_planned(planned)
-            cached.prompt = self._fit(ids, planned.text)
+            encoded = await self._template.encode_planned(planned)
+            cached.prompt = self._fit(encoded, planned.text)
             return cached.prompt
         finally:
             if cached.prompt is None and self._cached.get(request.uid) is cached:
                 del self._cached[request.uid]
             cached.ended.set()
 
-    def _fit(self, ids: Sequence[int], text: str) -> EncodedPrompt:
-        kept = self._generation_prompt(ids) if self._truncation != "error" else []
+    def _fit(self, encoded: EncodedMedia, text: str) -> EncodedPrompt:
+        ids, runs = encoded
+        # A cut could divide an image, or leave out what a text refers to.
+        truncation: Truncation = "error" if runs else self._truncation
+        kept = self._generation_prompt(ids) if truncation != "error" else []
         head = ids[: len(ids) - len(kept)]
-        fitted = fit_prompt(head, self._max_tokens - len(kept), self._truncation)
+        fitted = fit_prompt(head, self._max_tokens - len(kept), truncation, has_media=bool(runs))
         num_cut = len(head) - len(fitted)
-        return EncodedPrompt([*fitted, *kept], num_cut, "" if num_cut else text)
+        return EncodedPrompt([*fitted, *kept], num_cut, "" if num_cut else text, runs)
 
     def _generation_prompt(self, ids: Sequence[int]) -> list[int]:
         """Return the last tokens, which are not cut; none if nothing else would fit."""

@@ -99,6 +99,7 @@ class AsyncRolloutRequest(RequestFields):
             ground_truth=prompt.ground_truth,
             extra_info=prompt.extra_info,
             columns=prompt.columns,
+            multi_modal_data={kind: list(of) for kind, of in prompt.multi_modal_data.items()},
             **fields,
         )
 

@@ -19,7 +19,7 @@ from agentrl.engines.protocol import Completion, CompletionSource, FinishReason
 from agentrl.errors import DataError, EngineError, Fault, TemplateError, TransitionError, text_of
 from agentrl.interactions.registry import select_interaction
 from agentrl.interactions.session import InteractionSession
-from agentrl.messages import CallOutcome, Message
+from agentrl.messages import CallOutcome, Message, ToolResponse
 from agentrl.plugins.cancellation import is_cancelled, wait_despite_cancellation
 from agentrl.rollout.compaction import continue_from_summary, count_no_space, media_of
 from agentrl.rollout.context import RolloutContext
@@ -200,11 +200,12 @@ class _Run:
     # PENDING
 
     async def _start(self) -> NextStep:
+        request, media = self.request, self.context.media
+        await media.load_prompt(request)
         await self._create_tools()
         await self._start_interaction()
-        request = self.request
         prompt = await self.context.encode_prompt(request)
-        request.begin(prompt.ids)
+        request.begin(prompt.ids, prompt.runs)
         self.opening = self.opening_of_sequence = [*request.messages]
         self.texts.append(lambda: prompt.text)
         request.num_cut_prompt_tokens += prompt.num_cut
@@ -234,8 +235,9 @@ class _Run:
         )
         for opening in await self.tools.create():
             shown = context.caller.show(opening.response, tool=opening.tool)
-            request.messages.append(shown.message)
-            request.add_media(opening.response.media)
+            message, media = await context.media.show(shown.message, opening.response)
+            request.messages.append(message)
+            request.add_media(media)
             request.num_cut_prompt_tokens += shown.num_cut
 
     async def _start_interaction(self) -> None:
@@ -332,6 +334,8 @@ class _Run:
             return StopReason.ABORTED
         if turn.cut in ("response", "model"):
             return request.nearest_limit
+        if self.context.media.is_placeholder(self.last_ids):
+            return StopReason.SAMPLED_PLACEHOLDER
         if self.calls.num_calls:
             policy, malformed = settings.on_malformed_call, self.calls.malformed
             is_unreadable = any(not call.is_readable for call in malformed)
@@ -376,13 +380,13 @@ class _Run:
         request, template = self.request, self.context.template
         messages = continue_from_summary(self.opening, history, summary, settings)
         planned = template.plan_prompt(messages, request.tool_schemas)
-        ids = await template.encode_planned(planned)
+        ids, runs = await template.encode_planned(planned)
         if len(ids) >= request.budgets.max_model_len:
             count_no_space(request, "prompt")
             return StopReason.MODEL_LENGTH
         media = media_of(messages, self.opening, request.multi_modal_data)
         self._check_tokens(request.set_aside("compaction", messages))
-        request.begin(ids)
+        request.begin(ids, runs)
         request.add_media(media)
         self.texts = [lambda: planned.text]
         self.opening_of_sequence = messages
@@ -410,13 +414,14 @@ class _Run:
             turn.reward = sum(rewards)
         if context.settings.on_tool_failure == "fail":
             raise_tool_failure(found)
+        shown = [await context.media.show(one.message, one.response) for one in found]
         try:
-            observed = await self._observe([o.message for o in found], "tool", seconds)
+            observed = await self._observe([message for message, _ in shown], "tool", seconds)
         except TemplateError as error:
             return self._refuse_calls(turn, error)
         if observed:
-            for observation in found:
-                request.add_media(observation.response.media)
+            for _, media in shown:
+                request.add_media(media)
         if any(observation.should_stop for observation in found):
             return StopReason.TOOL_ENDED
         return RequestState.RUNNING if observed else request.nearest_limit
@@ -442,10 +447,14 @@ class _Run:
             return StopReason.INTERACTION_ENDED
         if limit := request.limit_for_reply():
             return limit
-        fitted = self.context.fitter.fit(reply.content)
-        turn = await self._observe([Message(role="user", content=fitted.text)], "user", seconds)
+        response = ToolResponse.of(reply.content)
+        fitted = self.context.fitter.fit(response.wording)
+        message = Message(role="user", content=response.content(fitted.text))
+        message, media = await self.context.media.show(message, response)
+        turn = await self._observe([message], "user", seconds)
         if turn is None:
             return request.nearest_limit
+        request.add_media(media)
         turn.cut = "observation" if fitted.num_cut else None
         turn.num_cut_tokens = fitted.num_cut
         return RequestState.RUNNING
@@ -478,7 +487,8 @@ class _Run:
         for index, first, last in delta.message_spans:
             if role == "tool" and index < len(messages):
                 calls[index].num_tokens += last - first
-        turn = request.append_observed(delta.ids[:end], role=role, seconds=seconds)
+        runs = [run for run in delta.runs if run[1] <= end]
+        turn = request.append_observed(delta.ids[:end], role=role, seconds=seconds, runs=runs)
         if end < len(delta.ids):
             request.append_observed(delta.ids[end:], role="user").is_compaction = True
         return turn

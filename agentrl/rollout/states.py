@@ -57,6 +57,9 @@ class StopReason(StrEnum):
     """The interaction ended the conversation."""
     MALFORMED_CALL = "malformed_call"
     """A malformed call under the policy `on_malformed_call: stop` (or `stop_unreadable`)."""
+    SAMPLED_PLACEHOLDER = "sampled_placeholder"
+    """The policy sampled a token that stands for an image or a video. Engines cannot continue such
+    a sequence."""
     MAX_ASSISTANT_TURNS = "max_assistant_turns"
     """The policy used all its turns and needed another one."""
     MAX_USER_TURNS = "max_user_turns"
@@ -100,6 +103,7 @@ ENDS: MappingProxyType[StopReason, End] = MappingProxyType(
         StopReason.TOOL_ENDED: _SUCCESS,
         StopReason.INTERACTION_ENDED: _SUCCESS,
         StopReason.MALFORMED_CALL: _MODEL,
+        StopReason.SAMPLED_PLACEHOLDER: _MODEL,
         StopReason.MAX_ASSISTANT_TURNS: _MODEL,
         StopReason.MAX_USER_TURNS: _MODEL,
         StopReason.MAX_TOOL_CALLS: _MODEL,

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from agentrl.collate import collate
 from agentrl.config import RunConfig, parse_config
 from agentrl.config.schema.run import DataConfig
-from agentrl.data.rows import RowReader
+from agentrl.data.rows import RowReader, with_media_columns
 from agentrl.engines import Engine
 from agentrl.errors import ConfigError
 from agentrl.protocol import DataProto
@@ -78,6 +78,7 @@ class AgentLoopWorker:
             finished,
             pad_token_id=self._setup.pad_token_id,
             reward=self.config.reward,
+            has_mrope=self._setup.has_mrope,
             prompt_width=max(data.max_prompt_length, longest),
             response_width=data.max_response_length,
         )
@@ -92,9 +93,9 @@ class AgentLoopWorker:
     def _make_requests(self, batch: DataProto) -> list[AsyncRolloutRequest]:
         given = batch.non_tensor_batch
         key = "raw_prompt" if "raw_prompt" in given else "prompt"
-        reader = RowReader("batch", DataConfig(prompt_key=key, image_key="multi_modal_data"))
+        reader = RowReader("batch", DataConfig(prompt_key=key))
         rows = [{k: column[row] for k, column in given.items()} for row in range(len(batch))]
-        read = [reader.read(row, number, number) for number, row in enumerate(rows)]
+        read = [reader.read(with_media_columns(row), at, at) for at, row in enumerate(rows)]
         is_val = bool(batch.meta_info.get("validate", False))
         plan = self._manager.val_plan("batch") if is_val else self._manager.train_plan()
         step = int(batch.meta_info.get("global_steps", 0))

@@ -294,6 +294,7 @@ class Trainer:
             pad_token_id=self.components.setup.pad_token_id,
             reward=self.config.reward,
             segment_credit=self.config.algorithm.segment_credit,
+            has_mrope=self.components.setup.has_mrope,
             prompt_width=prompt_width,
             response_width=response_width,
         )

@@ -1,17 +1,25 @@
 """The tokenizer of a policy, and checks that it fits the model."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.utils.import_utils import is_torchvision_available
 
 from agentrl.config.schema.run import ModelConfig
 from agentrl.errors import ConfigError
+from agentrl.media.processor import MediaProcessor
 
 _EXPECTED = "the tokenizer that the model was trained with"
 _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.py")
@@ -151,3 +159,75 @@ def _ids(config: PretrainedConfig | GenerationConfig, name: str) -> set[int]:
     if found is None:
         return set()
     return set(found) if isinstance(found, list) else {found}
+
+
+def load_processor(
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+) -> MediaProcessor | None:
+    """Load the processor of a model that reads images or videos; None for a model of text.
+
+    Without torchvision, transformers has no processors of videos: then only images are read.
+
+    Args:
+        config: The model.
+        tokenizer: Its tokenizer.
+        kwargs: Further arguments of each call of the processor (`data.mm_processor_kwargs`).
+
+    Raises:
+        ConfigError: if the model's folder has no configuration or no usable processor, or the
+            tokenizer lacks its placeholders.
+    """
+    path, trust = config.path, config.trust_remote_code
+    try:
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        if getattr(hf_config, "vision_config", None) is None:
+            return None
+        processor = _load_hf_processor(config, hf_config, tokenizer)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"no processor of images can be loaded from {path!r}: {error}",
+            key="model.path",
+            expected="preprocessor_config.json next to the model's config.json",
+        ) from error
+    found = MediaProcessor(processor, hf_config, kwargs=kwargs)
+    known = tokenizer.get_vocab()
+    if lacking := [token for token in found.placeholders.values() if token not in known]:
+        raise ConfigError(
+            f"the tokenizer has no token {', '.join(lacking)}, which stands for images or videos",
+            key="model.tokenizer_path" if config.tokenizer_path else "model.path",
+            expected=_EXPECTED,
+        )
+    return found
+
+
+def _load_hf_processor(
+    config: ModelConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> Any:
+    path, trust = config.path, config.trust_remote_code
+    if is_torchvision_available():
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust)
+        processor.tokenizer = tokenizer
+        return processor
+    processor_class: Any = PROCESSOR_MAPPING[type(hf_config)]
+
+    class ImagesAlone(processor_class):
+        """Takes no processor of videos: the class that transformers expects does not exist."""
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            """Accept that it is missing."""
+            if argument is None:
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+    images = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust)
+    settings = processor_class.get_processor_dict(path)[0]
+    taken = set(processor_class.get_attributes()) | {"processor_class", "auto_map"}
+    more = {key: value for key, value in settings.items() if key not in taken}
+    parameters = inspect.signature(processor_class.__init__).parameters
+    more = {key: value for key, value in more.items() if key in parameters}
+    processor = ImagesAlone(image_processor=images, tokenizer=tokenizer, **more)
+    processor.__class__ = processor_class
+    return processor

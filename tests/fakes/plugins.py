@@ -26,6 +26,7 @@ from agentrl.messages import Message, ToolResponse
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.fitting import PromptEncoder, TextFitter
 from agentrl.rollout.manager import RolloutManager
+from agentrl.rollout.media import RequestMedia
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 from agentrl.rollout.templates import ChatTemplate, check_request
@@ -279,6 +280,7 @@ def make_context(
         parser=format_,
         caller=ToolCaller(format_, fitter.fit),
         fitter=fitter,
+        media=RequestMedia(template.media),
         tools=tools,
         interactions={interaction.name: interaction for interaction in interactions},
         settings=settings,

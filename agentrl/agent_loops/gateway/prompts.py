@@ -65,7 +65,7 @@ async def encode_prompt(
     fewest = sum(map(len, planned.texts)) // template.longest_token
     if fewest >= max_model_len:
         raise TooLongError(fewest, max_model_len, StopReason.MODEL_LENGTH)
-    return await template.encode_planned(planned)
+    return (await template.encode_planned(planned)).ids
 
 
 def _is_large(messages: Sequence[Message], tools: Sequence[OpenAIFunctionToolSchema]) -> bool:

@@ -76,9 +76,12 @@ class DataConfig(Section):
     prompt_key: str = "prompt"
     """Column of the messages."""
     image_key: str = "images"
-    """Column of a row's images. A row with images is refused: agentrl trains on text only."""
+    """Column of a row's images, in the order of `<image>` in the texts of its messages. The model
+    must read images."""
     video_key: str = "videos"
-    """Column of a row's videos; see `image_key`."""
+    """Column of a row's videos, in the order of `<video>`; see `image_key`."""
+    mm_processor_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Further arguments of the model's processor of images and videos, such as `max_pixels`."""
     strict_rows: bool = True
     """Refuse rows that name tools or an interaction if the run has none, and rows with
     `need_tools_kwargs` and no `tools_kwargs`. false: report them, as verl does."""

@@ -286,7 +286,7 @@ def _check_rendering(
     gen: bool,
 ) -> list[TokenDifference]:
     """Compare the compiled template's text with what the template itself writes."""
-    ours = write_pieces(pieces, read.texts)
+    ours = write_pieces(pieces, _as_rendered(template, read))
     theirs = _render(template, read, gen=gen)
     if ours.text == theirs:
         return []
@@ -294,6 +294,15 @@ def _check_rendering(
     message = max((i for i, start in ours.starts.items() if start <= at), default=0)
     segment = max((s for s in segments if s.first <= message), key=lambda s: s.first)
     return [_difference(segment.turn, "rendering", theirs, ours.text)]
+
+
+def _as_rendered(template: ChatTemplate, read: ShapedConversation) -> list[str]:
+    """Return the texts, with the placeholders that the template itself writes for media."""
+    texts = read.texts
+    for number, item in read.items.items():
+        assert template.media is not None  # it has processed the item
+        texts[number] = template.media.placeholders[item.kind]
+    return texts
 
 
 def _check_canonical(
@@ -326,7 +335,11 @@ def _render(template: ChatTemplate, read: ShapedConversation, *, gen: bool) -> s
 def _learn_whole(template: ChatTemplate, read: ShapedConversation, *, gen: bool) -> list[Piece]:
     """Learn what the template writes for a whole conversation of this shape, once."""
     render = template.structure.render_node(read.nodes, read.tools.nodes, gen)
-    return template.learn_once(f"whole {gen}", read.key, lambda: learn(render, read.slots))
+    return template.learn_once(
+        f"whole {gen}",
+        read.key,
+        lambda: template.place_media(learn(render, read.slots), read),
+    )
 
 
 def _read_ledger(

@@ -8,12 +8,15 @@ template's literals only, and each literal is searched by itself.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
+from agentrl.media.positions import Run
+from agentrl.media.records import MediaItem
 from agentrl.rollout.templates.cutting import Piece, SlotUse, Written, write_pieces
-from agentrl.rollout.templates.slots import TextOrigin
+from agentrl.rollout.templates.slots import Slot, TextOrigin
 from agentrl.rollout.templates.text import ControlToken, TextEncoder, TokenSpans
 
 Span = tuple[int, int, int]
@@ -45,11 +48,32 @@ class _FilledRun(NamedTuple):
     """The run, if it has one slot use: then the content is found faster."""
 
 
+class _Placeholders(NamedTuple):
+    """A run of placeholder tokens of an image or a video."""
+
+    ids: list[int]
+    slot: int
+    message: int
+    offset: int
+    """Number of placeholder tokens of the same item before it."""
+
+
+class EncodedMedia(NamedTuple):
+    """Tokens, with the images and videos among them."""
+
+    ids: list[int]
+    runs: list[Run]
+    """The runs of placeholder tokens, in order."""
+
+
+_Part = list[int] | _FilledRun | _Placeholders
+
+
 @dataclass(frozen=True, slots=True)
 class Filled:
     """A rendering with its texts: known tokens, and runs that are not encoded yet."""
 
-    parts: list[list[int] | _FilledRun]
+    parts: list[_Part]
     encoder: TextEncoder
 
     @property
@@ -67,7 +91,8 @@ class Filled:
 
         Returns:
             The tokens, and the span of each content in them. A token that holds characters of a
-            content and of the literal next to it belongs to the content.
+            content and of the literal next to it belongs to the content. The tokens of an image
+            are a content of its message.
         """
         given = iter(self.encoder.encode_texts(self.texts) if encoded is None else encoded)
         ids: list[int] = []
@@ -76,20 +101,44 @@ class Filled:
             if isinstance(part, list):
                 ids += part
                 continue
-            own, start = next(given), len(ids)
+            start = len(ids)
+            if isinstance(part, _Placeholders):
+                ids += part.ids
+                spans.append((part.message, start, len(ids)))
+                continue
+            own = next(given)
             ids += own
             found = _find_contents(part, own, self.encoder)
             spans += [(message, start + first, start + end) for message, first, end in found]
         return ids, spans
 
+    def find_runs(
+        self, encoded: Sequence[Sequence[int]], items: Mapping[int, MediaItem]
+    ) -> list[Run]:
+        """Return the runs of placeholder tokens among those of `encode`, in order.
+
+        Args:
+            encoded: Tokens of `texts`.
+            items: The image or video of each slot.
+        """
+        given, at, runs = iter(encoded), 0, list[Run]()
+        for part in self.parts:
+            if isinstance(part, _Placeholders):
+                runs.append((at, at + len(part.ids), items[part.slot], part.offset))
+                at += len(part.ids)
+            else:
+                at += len(part if isinstance(part, list) else next(given))
+        return runs
+
 
 @dataclass(slots=True)
 class _Filling:
-    """Fills a run of several texts, or of a policy's text."""
+    """Fills a run of several texts, of a policy's text, or of an image."""
 
     encoder: TextEncoder
     policy_tokens: re.Pattern[str]
-    parts: list[list[int] | _FilledRun] = field(default_factory=list[list[int] | _FilledRun])
+    placeholder_ids: frozenset[int]
+    parts: list[_Part] = field(default_factory=list[_Part])
     text: str = ""
     contents: list[Span] = field(default_factory=list[Span])
 
@@ -103,6 +152,9 @@ class _Filling:
             written, start = piece.written(texts[piece.slot.number]), len(self.text)
             if piece.slot.origin is TextOrigin.POLICY:
                 before = self._add_policy(written, before)
+                continue
+            if piece.slot.origin is TextOrigin.MEDIA:
+                before = self._add_media(written, piece.slot, before)
                 continue
             self.text += written
             if piece.slot.is_content:
@@ -122,6 +174,25 @@ class _Filling:
         self.text += written[start:]
         return before
 
+    def _add_media(
+        self, written: str, slot: Slot, before: ControlToken | None
+    ) -> ControlToken | None:
+        """Add what a processor writes for an image or a video, as a literal of the template."""
+        offset = 0
+        for part, repeated in groupby(self.encoder.split_literal(written)):
+            if isinstance(part, str):
+                self.text += part
+                continue
+            ids = [part.id for _ in repeated]
+            self._close(before, part)
+            before = part
+            if part.id in self.placeholder_ids:
+                self.parts.append(_Placeholders(ids, slot.number, slot.message, offset))
+                offset += len(ids)
+            else:
+                self.parts.append(ids)
+        return before
+
     def _close(self, before: ControlToken | None, after: ControlToken | None) -> None:
         text = self.encoder.between(self.text, before, after)
         if text:
@@ -137,6 +208,7 @@ class CompiledTemplate:
         encoder: Encodes literals now and texts later.
         policy_tokens: Control tokens that a policy may write inside its turn.
         before: The text before the pieces; it matters whether it ends in a control token.
+        placeholder_ids: The tokens that stand for images and videos.
     """
 
     def __init__(
@@ -146,9 +218,11 @@ class CompiledTemplate:
         policy_tokens: re.Pattern[str],
         *,
         before: str = "",
+        placeholder_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.pieces = tuple(pieces)
-        self._encoder = encoder
+        self._placeholder_ids = placeholder_ids
+        self.encoder = encoder
         self._policy_tokens = policy_tokens
         self._steps = self._compile(before)
 
@@ -158,21 +232,21 @@ class CompiledTemplate:
         Args:
             texts: A text for each slot.
         """
-        parts: list[list[int] | _FilledRun] = []
+        parts: list[_Part] = []
         for step in self._steps:
             if isinstance(step, list):
                 parts.append(step)
             elif use := step.only:  # as most runs have
                 written = use.written(texts[use.slot.number])
                 text = "".join([p if isinstance(p, str) else written for p in step.pieces])
-                text = self._encoder.between(text, step.before, step.after)
+                text = self.encoder.between(text, step.before, step.after)
                 contents = [(use.slot.message, 0, 0)] if use.slot.is_content else []
                 parts += [_FilledRun(text, contents, step)] if text else []
             else:
-                filling = _Filling(self._encoder, self._policy_tokens)
+                filling = _Filling(self.encoder, self._policy_tokens, self._placeholder_ids)
                 filling.fill(step, texts)
                 parts += filling.parts
-        return Filled(parts, self._encoder)
+        return Filled(parts, self.encoder)
 
     def encode(self, texts: Sequence[str]) -> list[int]:
         """Encode with these texts."""
@@ -186,11 +260,11 @@ class CompiledTemplate:
         """Split the pieces at control tokens, and encode the runs that have no slot use."""
         steps: list[list[int] | _Run] = []
         run: list[Piece] = []
-        opened = next(reversed(self._encoder.split_literal(before)), None)
+        opened = next(reversed(self.encoder.split_literal(before)), None)
         last = opened if isinstance(opened, ControlToken) else None
         for piece in self.pieces:
             for part in (
-                [piece] if isinstance(piece, SlotUse) else self._encoder.split_literal(piece)
+                [piece] if isinstance(piece, SlotUse) else self.encoder.split_literal(piece)
             ):
                 if isinstance(part, ControlToken):
                     steps += [self._make_run(run, last, part), [part.id]]
@@ -202,7 +276,7 @@ class CompiledTemplate:
     def _make_run(
         self, pieces: list[Piece], before: ControlToken | None, after: ControlToken | None
     ) -> list[int] | _Run:
-        encoder = self._encoder
+        encoder = self.encoder
         if not any(isinstance(piece, SlotUse) for piece in pieces):
             return encoder.encode_text(encoder.between("".join(map(str, pieces)), before, after))
         uses = [piece for piece in pieces if isinstance(piece, SlotUse)]
@@ -225,10 +299,16 @@ class PlannedPrompt:
     Args:
         compiled: The template for prompts of its shape.
         texts: A text for each slot.
+        items: The image or video of a slot, by the slot's number.
     """
 
-    def __init__(self, compiled: CompiledTemplate, texts: Sequence[str]) -> None:
-        self._compiled, self._given = compiled, texts
+    def __init__(
+        self,
+        compiled: CompiledTemplate,
+        texts: Sequence[str],
+        items: Mapping[int, MediaItem] | None = None,
+    ) -> None:
+        self._compiled, self._given, self._items = compiled, texts, items or {}
         self._filled = compiled.fill(texts)
         self.texts = self._filled.texts
         """The texts to be encoded as outside text, in order."""
@@ -241,6 +321,11 @@ class PlannedPrompt:
     def encode(self, encoded: Sequence[Sequence[int]]) -> list[int]:
         """Return the tokens of the prompt, from those of `texts`."""
         return self._filled.encode(encoded)[0]
+
+    def encode_media(self, encoded: Sequence[Sequence[int]]) -> EncodedMedia:
+        """Return the tokens, and the runs of placeholder tokens among them."""
+        runs = self._filled.find_runs(encoded, self._items) if self._items else []
+        return EncodedMedia(self.encode(encoded), runs)
 
 
 def _find_contents(part: _FilledRun, ids: Sequence[int], encoder: TextEncoder) -> list[Span]:

@@ -126,6 +126,42 @@ def learn(render: Render, slots: Sequence[Slot]) -> list[Piece]:
     return learned
 
 
+def place_media(
+    pieces: Sequence[Piece], media: Sequence[tuple[Slot, str]], placeholder: re.Pattern[str]
+) -> list[Piece]:
+    """Replace the placeholders that a template wrote by the slots of the images and videos.
+
+    Texts are in slots of their own, so every placeholder in a literal is the template's.
+
+    Args:
+        pieces: A rendering.
+        media: The slot of each image and video in order, and the placeholder of its kind.
+        placeholder: Matches any placeholder.
+
+    Raises:
+        TemplateError: If the template does not write their placeholders in this order.
+    """
+    placed, written = list[Piece](), list[str]()
+    slots = iter(slot for slot, _ in media)
+    for piece in pieces:
+        if isinstance(piece, SlotUse):
+            placed.append(piece)
+            continue
+        start = 0
+        for match in placeholder.finditer(piece):
+            written.append(match.group())
+            if (slot := next(slots, None)) is not None:
+                placed += [piece[start : match.start()], SlotUse(slot)]
+                start = match.end()
+        placed.append(piece[start:])
+    if written != (expected := [text for _, text in media]):
+        raise TemplateError(
+            f"the chat template writes {' '.join(written) or 'nothing'} for images and videos",
+            expected=" ".join(expected),
+        )
+    return placed
+
+
 def written_text(pieces: Sequence[Piece], texts: Mapping[int, str] | Sequence[str]) -> str:
     """Return the rendering with texts in their slots, as the template would write it."""
     return "".join(

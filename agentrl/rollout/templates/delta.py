@@ -6,13 +6,15 @@ messages answer if the template requires them. Nothing here knows a model's name
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from agentrl.errors import TemplateError
+from agentrl.media.positions import Run
+from agentrl.media.records import MediaItem
 from agentrl.rollout.templates.compiled import CompiledTemplate, Filled
 from agentrl.rollout.templates.cutting import (
     Piece,
@@ -316,6 +318,8 @@ class EncodedDelta:
     """The start of `ids` that ends the assistant turn and that the policy did not sample."""
     ids: list[int]
     """All tokens: missing end of turn, separator, new messages, generation prompt."""
+    runs: list[Run]
+    """The runs of placeholder tokens of images and videos in `ids`, in order."""
     message_spans: list[tuple[int, int, int]]
     """For each content: index of its message among the new ones, start and end in `ids`."""
     written: Callable[[], Written]
@@ -344,6 +348,8 @@ class PlannedDelta:
     texts: list[str]
     """A text for each slot."""
     decode: Callable[[Sequence[int]], str]
+    items: Mapping[int, MediaItem] = field(default_factory=dict[int, MediaItem])
+    """The image or video of a slot, by the slot's number."""
 
     @property
     def outside(self) -> list[str]:
@@ -360,13 +366,17 @@ class PlannedDelta:
                 sampled is not written again.
             outside: Tokens of `outside`; None: they are encoded here.
         """
+        if outside is None:
+            outside = self.prepared.compiled.encoder.encode_texts(self.outside)
         ids, spans = self._filled.encode(outside)
+        runs = self._filled.find_runs(outside, self.items) if self.items else []
         end_ids = self.prepared.end_ids
         missing = end_ids[_overlap(last_ids, end_ids) :]
         shift = len(missing)
         return EncodedDelta(
             end_of_turn_ids=missing,
             ids=[*missing, *ids],
+            runs=[(start + shift, end + shift, item, of) for start, end, item, of in runs],
             message_spans=[(index, start + shift, end + shift) for index, start, end in spans],
             written=lambda: self._write(missing),
         )

@@ -8,11 +8,12 @@ ones: templates treat those differently, and they hold no control token.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
+from agentrl.media.records import MediaItem
 from agentrl.messages import Message, OpenAIFunctionToolSchema, ToolCall
 
 T = TypeVar("T")
@@ -51,6 +52,8 @@ class TextOrigin(StrEnum):
     POLICY = "policy"
     """Assistant turns: the control tokens that a policy may write inside its turn are encoded as
     such."""
+    MEDIA = "media"
+    """What a model's processor writes for an image or a video: encoded as the template itself."""
 
     __repr__ = str.__repr__
 
@@ -157,6 +160,8 @@ class ShapedConversation:
     tools: PreparedTools
     message_slots: list[Slot]
     message_texts: list[str]
+    media: list[MediaItem] = field(default_factory=list[MediaItem])
+    """The images and videos, in the order of their slots."""
 
     @property
     def slots(self) -> list[Slot]:
@@ -167,6 +172,17 @@ class ShapedConversation:
     def texts(self) -> list[str]:
         """The text of each slot."""
         return [*self.tools.texts, *self.message_texts]
+
+    @property
+    def media_slots(self) -> list[Slot]:
+        """The slots of images and videos, in order."""
+        return [slot for slot in self.message_slots if slot.origin is TextOrigin.MEDIA]
+
+    @property
+    def items(self) -> dict[int, MediaItem]:
+        """The image or video of each such slot, by the slot's number."""
+        numbers = [slot.number for slot in self.media_slots]
+        return dict(zip(numbers, self.media, strict=True))
 
     @cached_property
     def key(self) -> tuple[tuple[int, ...], str]:
@@ -184,6 +200,7 @@ class ShapeBuilder:
         self._ids: dict[str, str | Slot] = {}
         self.slots: list[Slot] = []
         self.texts: list[str] = []
+        self.media: list[MediaItem] = []
 
     def messages(self, messages: Sequence[Message]) -> list[Node]:
         """Return the nodes of messages, in order."""
@@ -238,8 +255,30 @@ class ShapeBuilder:
             node["content"] = self._reading.calls.empty_content
             node["tool_calls"] = [self._read_call(call) for call in message.tool_calls]
         if message.content or not message.tool_calls:
-            node["content"] = self._read_text(message.text, origin, is_content=True)
+            node["content"] = self._read_content(message, origin)
         return node
+
+    def _read_content(self, message: Message, origin: TextOrigin) -> Node:
+        """Read a text, or parts in order if there are images or videos among them."""
+        parts = message.content if isinstance(message.content, list) else []
+        if all(part.item is None for part in parts):
+            return self._read_text(message.text, origin, is_content=True)
+        nodes: list[Node] = []
+        for part in parts:
+            if part.item is not None:
+                self._add_media(part.item)
+                nodes.append({"type": str(part.item.kind)})
+            elif part.type == "text":
+                text = self._read_text(part.text or "", origin, is_content=True)
+                nodes.append({"type": "text", "text": text})
+        return nodes
+
+    def _add_media(self, item: MediaItem) -> None:
+        """Add the slot of an image or video. The template writes a placeholder in its place."""
+        number = self._first_hole + len(self.slots)
+        self.slots.append(Slot(number, self._message, TextOrigin.MEDIA, is_content=False))
+        self.texts.append(item.text)
+        self.media.append(item)
 
     def _read_extra(self, message: Message, origin: TextOrigin) -> dict[str, Node]:
         """Read fields outside the message schema, such as a separate thought."""

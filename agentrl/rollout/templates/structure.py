@@ -1,7 +1,7 @@
 """The structure of a template, found by rendering: prompt, ends of turns, policy tokens."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -84,6 +84,7 @@ class TemplateStructure:
         encoder: Knows the tokenizer's control tokens.
         eos_id: The tokenizer's own end of sequence.
         model_stops: Tokens that end the model's generation, whatever the template writes.
+        placeholders: Tokens that stand for images and videos. No policy may write them.
     """
 
     def __init__(
@@ -92,11 +93,13 @@ class TemplateStructure:
         encoder: TextEncoder,
         eos_id: int | None,
         model_stops: Sequence[int] = (),
+        placeholders: Iterable[str] = (),
     ) -> None:
         self.renderer = renderer
         self.encoder = encoder
         self._eos_id = eos_id
         self._model_stops = tuple(model_stops)
+        self._placeholders = frozenset(placeholders)
 
     @cached_property
     def generation_prompt(self) -> str:
@@ -278,7 +281,7 @@ class TemplateStructure:
         source, special = self.renderer.source, self.encoder.special
         in_use = {t for t in self.encoder.control if t not in special or t in source}
         stops = {t for t in in_use if self.encoder.added[t] in self.stop_token_ids}
-        return any_of(in_use - stops - self._frame_tokens)
+        return any_of(in_use - stops - self._frame_tokens - self._placeholders)
 
     @property
     def preface(self) -> tuple[Node, ...]:

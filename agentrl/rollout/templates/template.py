@@ -14,9 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cachetools import LRUCache
 
 from agentrl.errors import TemplateError
+from agentrl.media.processor import MediaProcessor
 from agentrl.messages import Message, OpenAIFunctionToolSchema
-from agentrl.rollout.templates.compiled import CompiledTemplate, PlannedPrompt
-from agentrl.rollout.templates.cutting import Piece, cut, learn, slots_in_order
+from agentrl.rollout.templates.compiled import (
+    CompiledTemplate,
+    EncodedMedia,
+    PlannedPrompt,
+)
+from agentrl.rollout.templates.cutting import Piece, cut, learn, place_media, slots_in_order
 from agentrl.rollout.templates.delta import (
     EncodedDelta,
     PlannedDelta,
@@ -37,7 +42,7 @@ from agentrl.rollout.templates.slots import (
     context_slot,
 )
 from agentrl.rollout.templates.structure import TemplateStructure
-from agentrl.rollout.templates.text import EncodingQueue, TextEncoder, TokenSpans
+from agentrl.rollout.templates.text import EncodingQueue, TextEncoder, TokenSpans, any_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,6 +65,7 @@ class ChatTemplate:
         template_kwargs: Further variables of the template, such as `enable_thinking`.
         now: The date for templates that write one; frozen, so that all prompts of a run agree.
         model_stops: Further tokens that end a turn, such as those of `generation_config.json`.
+        media: The processor of a model that reads images or videos; None: it reads text only.
 
     Attributes:
         structure: The parts of the template.
@@ -85,6 +91,7 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         now: datetime | None = None,
         model_stops: Sequence[int] = (),
+        media: MediaProcessor | None = None,
     ) -> None:
         renderer = Renderer(
             tokenizer,
@@ -93,7 +100,11 @@ class ChatTemplate:
             now=now or datetime.now(),
         )
         eos_id: Any = tokenizer.eos_token_id
-        self.structure = TemplateStructure(renderer, TextEncoder(tokenizer), eos_id, model_stops)
+        self.media = media
+        placeholders = media.placeholders.values() if media else ()
+        self.structure = TemplateStructure(
+            renderer, TextEncoder(tokenizer), eos_id, model_stops, placeholders=placeholders
+        )
         self.queue = EncodingQueue(self.encode_texts)
         self.token_spans = TokenSpans(self.decode)
         # Many prompts of a run start with the same system message and tools.
@@ -149,14 +160,14 @@ class ChatTemplate:
         planned = self.plan_prompt(messages, tools)
         return planned.encode([self._encode_run(text) for text in planned.texts])
 
-    async def encode_planned(self, planned: PlannedPrompt) -> list[int]:
+    async def encode_planned(self, planned: PlannedPrompt) -> EncodedMedia:
         """Encode a prompt as `encode_prompt` does, together with the texts of other requests."""
         runs = {text: self._runs[text] for text in planned.texts if text in self._runs}
         missing = [text for text in planned.texts if text not in runs]
         if missing:
             runs |= zip(missing, await self.queue.encode(missing), strict=True)
             self._runs.update((text, runs[text]) for text in missing)
-        return planned.encode([runs[text] for text in planned.texts])
+        return planned.encode_media([runs[text] for text in planned.texts])
 
     def write_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """Return the text that `encode_prompt` encodes.
@@ -188,7 +199,7 @@ class ChatTemplate:
         if assistant is not TextOrigin.POLICY:
             options = replace(self.structure.options, assistant=assistant)
         read = self.read(messages, tools, options=options)
-        return PlannedPrompt(self._compiled_prompt(messages, read), read.texts)
+        return PlannedPrompt(self._compiled_prompt(messages, read), read.texts, read.items)
 
     def encode_delta(
         self, messages: Sequence[Message], *, last_ids: Sequence[int], tools: Tools = ()
@@ -219,7 +230,7 @@ class ChatTemplate:
         read = self.read(messages, tools)
         delta = self.learn_once("delta", read.key, lambda: self._prepare_delta(read))
         self._refuse_borrowed(delta, read.texts)
-        return PlannedDelta(delta, read.texts, self.decode)
+        return PlannedDelta(delta, read.texts, self.decode, read.items)
 
     def _encode_run(self, text: str) -> list[int]:
         if (ids := self._runs.get(text)) is None:
@@ -254,20 +265,44 @@ class ChatTemplate:
         `options` says how; None: as for tokens.
 
         Raises:
-            TemplateError: for a message with parts that are not text.
+            TemplateError: for a message with parts that are neither text nor processed media.
         """
-        self._refuse_media(messages)
+        self._refuse_unread(messages)
         prepared = self._prepare_tools(tools)
         chosen = options or self.structure.options
         builder = ShapeBuilder(chosen, first_slot=len(prepared.slots))
         nodes = builder.messages(messages)
-        return ShapedConversation(nodes, prepared, builder.slots, builder.texts)
+        return ShapedConversation(nodes, prepared, builder.slots, builder.texts, builder.media)
 
     def compile(self, pieces: Sequence[Piece], *, before: str = "") -> CompiledTemplate:
         """Encode the literals of pieces, which follow the text `before`."""
+        ids = self.media.placeholder_ids.values() if self.media else ()
         return CompiledTemplate(
-            pieces, self.structure.encoder, self.structure.policy_tokens, before=before
+            pieces,
+            self.structure.encoder,
+            self.structure.policy_tokens,
+            before=before,
+            placeholder_ids=frozenset(ids),
         )
+
+    def place_media(self, pieces: Sequence[Piece], read: ShapedConversation) -> list[Piece]:
+        """Replace the placeholders of a rendering by the slots of its images and videos.
+
+        Raises:
+            TemplateError: If the template does not write one for each, in order.
+        """
+        if self.media is None or not read.media:
+            return list(pieces)
+        texts = [self.media.placeholders[item.kind] for item in read.media]
+        try:
+            return place_media(
+                pieces,
+                list(zip(read.media_slots, texts, strict=True)),
+                any_of(self.media.placeholders.values()),
+            )
+        except TemplateError as error:
+            error.details |= {"template": self.name, "role": _roles(read.nodes)}
+            raise
 
     def learn_once(self, what: str, shape: Hashable, find: Callable[[], T]) -> T:
         """Find something that depends on a conversation's shape alone, once for each shape."""
@@ -276,21 +311,20 @@ class ChatTemplate:
             _remember(self._shapes, key, find())
         return self._shapes[key]
 
-    def _refuse_media(self, messages: Sequence[Message]) -> None:
+    def _refuse_unread(self, messages: Sequence[Message]) -> None:
         # A template would write an image's token, but no image would be passed to the model.
         for index, message in enumerate(messages):
             if not isinstance(message.content, list):
                 continue
             parts = [part for part in message.content if part.type != "text"]
-            media = [part.type for part in parts if part.shown is not False]
-            if media:
+            unread = [part.type for part in parts if part.shown is not False and part.item is None]
+            if unread:
                 raise TemplateError(
-                    f"message {index} has a part of type {media[0]!r}, but only text is supported "
-                    f"for now",
+                    f"message {index} has a part of type {unread[0]!r} that no processor has read",
                     template=self.name,
                     role=message.role,
-                    part=media[0],
-                    expected="parts of type 'text'",
+                    part=unread[0],
+                    expected="parts of type 'text', or a model that reads images and videos",
                 )
 
     def _prepare_tools(self, tools: Tools) -> PreparedTools:
@@ -314,6 +348,7 @@ class ChatTemplate:
     ) -> CompiledTemplate:
         render = self.structure.render_node(read.nodes, read.tools.nodes, True)
         pieces = learn(render, read.slots)
+        placed = self.place_media(pieces, read)
         closed = cut(self.structure.render_node(read.nodes, read.tools.nodes, False), read.slots)
         if closed[-1] == pieces[-1] and not self._answer_follows(read, str(closed[-1])):
             raise TemplateError(
@@ -322,7 +357,7 @@ class ChatTemplate:
                 role=messages[-1].role,
             )
         self._refuse_losses(messages, read.message_slots, pieces)
-        return self.compile(pieces)
+        return self.compile(placed)
 
     def _answer_follows(self, read: ShapedConversation, last: str) -> bool:
         """Whether an answer directly follows this conversation, which ends in `last`."""
@@ -357,7 +392,7 @@ class ChatTemplate:
         end_ids = self.structure.encoder.encode_literal(found.end)
         borrowed = borrowed_names(read.nodes, found.pieces)
         # The policy samples the end or a part of it, so no token may span its boundary.
-        lead, *rest = found.pieces
+        lead, *rest = self.place_media(found.pieces, read)
         after_end = [str(lead).removeprefix(found.end), *rest]
         compiled = self.compile(after_end, before=found.end)
         return PreparedDelta(found.end, end_ids, compiled, borrowed)

@@ -21,6 +21,7 @@ from agentrl.messages import Message
 from agentrl.rewards.loading import scores_by_source
 from agentrl.rewards.managers import check_code_scorers
 from agentrl.rewards.sources import has_bundled
+from agentrl.rollout.media import load_prompt_now
 from agentrl.rollout.templates import TemplateNeeds, TemplateReport, require
 from agentrl.tools import BaseTool
 from agentrl.tools.registry import select_tools
@@ -275,7 +276,10 @@ def prompt_encoder(setup: RolloutSetup) -> Callable[[Prompt], list[int]]:
             tools_kwargs=prompt.tools_kwargs,
             per_row=setup.tools_per_row,
         )
-        return setup.template.encode_prompt(prompt.messages, [tool.tool_schema for tool in tools])
+        messages = prompt.messages
+        if prompt.multi_modal_data:
+            messages = load_prompt_now(prompt, setup.processor)
+        return setup.template.encode_prompt(messages, [tool.tool_schema for tool in tools])
 
     return encode
 
@@ -289,6 +293,8 @@ def fingerprint_of(setup: RolloutSetup) -> str:
     digest = hashlib.sha256(repr(vocabulary).encode())
     digest.update(repr(setup.template.encode_prompt([Message(role="user", content="")])).encode())
     digest.update(setup.template.structure.renderer.source.encode())
+    if setup.processor is not None:
+        digest.update(setup.processor.encoder.key.encode())
     for tool in setup.plugins.tools:
         digest.update(json.dumps(tool.tool_schema.to_template(), sort_keys=True).encode())
     if setup.tools_per_row != "all":

@@ -10,9 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from agentrl.agent_loops.routing import make_run
 from agentrl.config.schema.run import MultiTurnConfig, RunConfig
 from agentrl.engines.protocol import Engine
+from agentrl.media.processor import MediaProcessor
 from agentrl.rollout.context import RolloutContext, choose_parser
 from agentrl.rollout.fitting import PromptEncoder, TextFitter
 from agentrl.rollout.manager import RolloutManager, RunRequest
+from agentrl.rollout.media import RequestMedia
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import should_check
 from agentrl.rollout.templates import (
@@ -27,7 +29,7 @@ from agentrl.rollout.tool_calls import ToolCaller
 from agentrl.rollout.tool_parsers import ToolParser, get_tool_parser
 from agentrl.tools.delegate_tool import DelegateTool
 from agentrl.trainer.setup.plugins import Plugins
-from agentrl.workers.tokenizer import find_model_stops, load_tokenizer
+from agentrl.workers.tokenizer import find_model_stops, load_processor, load_tokenizer
 
 _UNUSED_PARSER = "hermes"
 
@@ -44,6 +46,16 @@ class RolloutSetup:
     plugins: Plugins
     tools_per_row: Literal["all", "tools_kwargs"] = "all"
     """`rollout.multi_turn.tools_per_row`."""
+
+    @property
+    def processor(self) -> MediaProcessor | None:
+        """The model's processor of images and videos; None: it reads text only."""
+        return self.template.media
+
+    @property
+    def has_mrope(self) -> bool:
+        """Whether the model has three-dimensional positions."""
+        return self.processor is not None and self.processor.has_mrope
 
     @property
     def pad_token_id(self) -> int:
@@ -73,12 +85,14 @@ def probe_model(config: RunConfig, plugins: Plugins, *, now: datetime | None = N
         TemplateError: if there is no template, or it cannot be read.
     """
     tokenizer = load_tokenizer(config.model)
+    processor = load_processor(config.model, tokenizer, kwargs=config.data.mm_processor_kwargs)
     template = ChatTemplate(
         tokenizer,
         custom_template=config.model.custom_chat_template,
         template_kwargs=config.data.apply_chat_template_kwargs,
         now=now,
         model_stops=find_model_stops(tokenizer, config.model.path),
+        media=processor,
     )
     report = probe_template(template, [tool.tool_schema for tool in plugins.tools])
     return ProbedModel(tokenizer, template, report)
@@ -167,6 +181,7 @@ def make_manager(
         parser=setup.parser,
         caller=ToolCaller(setup.parser, fitter.fit),
         fitter=fitter,
+        media=RequestMedia(setup.processor),
         tools=setup.plugins.tools,
         interactions=setup.plugins.interactions,
         settings=turns,
