@@ -22,7 +22,7 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import draw_seed
 from agentrl.rollout.states import StopReason
 from agentrl.trainer.rollouts.files import to_line
-from agentrl.trainer.rollouts.pictures import write_pictures
+from agentrl.trainer.rollouts.pictures import PictureCollector, write_pictures
 from agentrl.trainer.setup.engine_factory import announce_start
 from agentrl.trainer.setup.preflight import claim_file, claim_prepared
 from agentrl.trainer.setup.prepare import prepare_run

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageSequence
+from rich.text import Text
 
 from agentrl.atomic_io import atomic_file
 from agentrl.media.records import Video
@@ -28,6 +29,9 @@ FOLDER = "media"
 """Subfolder of the rollout files."""
 THUMBNAIL_SIZE = 256
 """Largest width and height of a thumbnail, in pixels."""
+DRAWN_SIZE = 32
+"""Largest width and height of a picture that is drawn in a terminal, in pixels."""
+UPPER_HALF_BLOCK = "\N{UPPER HALF BLOCK}"
 DEFAULT_FPS = 2.0
 """Frames per second at which a video of unknown speed is shown."""
 
@@ -73,6 +77,32 @@ class PictureCollector:
         entry: dict[str, Any] = {"path": f"{name}.png", "thumbnail": f"{name}_small.png"}
         entry |= {"width": first.width, "height": first.height}
         return entry if fps is None else entry | {"frames": len(frames), "fps": fps}
+
+
+def describe_picture(picture: Any) -> str:
+    """Describe an image or a `Video` in one line: its size, and its file if it was saved."""
+    if isinstance(picture, Video):
+        count, height, width, _ = picture.frames.shape
+        return f"video {width} x {height}, {count} frames"
+    return f"image {picture.width} x {picture.height}"
+
+
+def draw_picture(picture: Any) -> Text:
+    """Draw an image, or the first frame of a `Video`, for a terminal with colors.
+
+    Each character shows two pixels, one above the other.
+    """
+    first = Image.fromarray(picture.frames[0]) if isinstance(picture, Video) else picture
+    small = first.convert("RGB")
+    small.thumbnail((DRAWN_SIZE, DRAWN_SIZE))
+    pixels = np.asarray(small)
+    drawn = Text()
+    for upper, lower in zip(pixels[::2], pixels[1::2], strict=False):
+        for above, below in zip(upper.tolist(), lower.tolist(), strict=True):
+            colors = (f"rgb({','.join(map(str, color))})" for color in (above, below))
+            drawn.append(UPPER_HALF_BLOCK, style=" on ".join(colors))
+        drawn.append("\n")
+    return drawn
 
 
 def read_picture(entry: Any, folder: Path) -> Any:
