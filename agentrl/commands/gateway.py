@@ -22,6 +22,7 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import draw_seed
 from agentrl.rollout.states import StopReason
 from agentrl.trainer.rollouts.files import to_line
+from agentrl.trainer.rollouts.pictures import PictureCollector, write_pictures
 from agentrl.trainer.setup.engine_factory import announce_start
 from agentrl.trainer.setup.preflight import claim_file, claim_prepared
 from agentrl.trainer.setup.prepare import prepare_run
@@ -110,6 +111,7 @@ class OpenSessions:
         self._config = config
         self._manager = manager
         self._out = out
+        self._pictures = PictureCollector()
         self._num_opened = 0
         self._open: dict[str, tuple[AsyncRolloutRequest, GatewaySession, AsyncExitStack]] = {}
         routes = [
@@ -175,9 +177,10 @@ class OpenSessions:
         else:
             request.finish(session.stop_reason)
         if request.num_prompt_tokens:
-            line = to_line(request, 0, reward=self._config.reward)
+            line = to_line(request, 0, self._pictures, reward=self._config.reward)
+            write_pictures(self._out.parent, line.pictures)
             with self._out.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(line)
+                file.write(line.text)
             self.num_saved += 1
         return request
 

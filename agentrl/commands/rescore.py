@@ -29,7 +29,14 @@ from agentrl.rewards import RewardManager, StreamingRewardManager, make_reward_m
 from agentrl.rewards.combination import SHAPING
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
-from agentrl.trainer.rollouts.files import SavedTrajectory, read_trajectories, save_lines, to_line
+from agentrl.trainer.rollouts.files import (
+    Line,
+    SavedTrajectory,
+    read_trajectories,
+    save_lines,
+    to_line,
+)
+from agentrl.trainer.rollouts.pictures import PictureCollector
 from agentrl.trainer.setup.plugins import import_plugins
 from agentrl.trainer.setup.preflight import claim_file
 
@@ -161,7 +168,8 @@ def _rescored_lines(
     manager: RewardManager,
     runner: asyncio.Runner,
     changes: dict[str, Change],
-) -> Iterable[str]:
+) -> Iterable[Line]:
+    pictures = PictureCollector()
     for _, group in groupby(saved, key=lambda trajectory: trajectory.step):
         of_step = list(group)
         fresh = [unscored(trajectory.request) for trajectory in of_step]
@@ -170,7 +178,7 @@ def _rescored_lines(
             old = trajectory.request
             keep_shaping(old, new)
             changes.setdefault(old.data_source, Change()).add(old, new)
-            yield to_line(new, trajectory.step, trajectory.skipped)
+            yield to_line(new, trajectory.step, pictures, trajectory.skipped)
 
 
 async def score_as_in_run(manager: RewardManager, requests: Sequence[AsyncRolloutRequest]) -> None:

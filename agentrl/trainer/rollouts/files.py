@@ -10,13 +10,14 @@ A line holds the whole request and a summary that is derived from it:
      "request": {...}}
 
 Values that JSON cannot hold are written in the nearest form: numbers that are not finite as
-Python's `json` writes them (`NaN`, `Infinity`), arrays as lists, bytes as base64, other objects as
-their `str`.
+Python's `json` writes them (`NaN`, `Infinity`), arrays as lists, bytes as base64, images and videos
+as entries that name their files (see `pictures.py`), other objects as their `str`.
 """
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -27,9 +28,9 @@ from agentrl.config.schema.reward import RewardConfig
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import AgentRLError, DataError
 from agentrl.rewards import combine_rewards
-from agentrl.rollout.records import to_plain
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.metrics.run_logger import RunLogger
+from agentrl.trainer.rollouts.pictures import PictureCollector, read_picture, write_pictures
 from agentrl.workers.distributed import World
 from agentrl.workers.update import SkippedStep
 
@@ -155,6 +156,8 @@ def save_rollouts(
 ) -> int:
     """Write trajectories, one line each, to a file that appears when it is complete.
 
+    Their images and videos are written to the folder `media` next to it.
+
     Args:
         path: The file.
         requests: Finished requests.
@@ -167,11 +170,20 @@ def save_rollouts(
     Raises:
         OSError: naming `path`, if it cannot be written.
     """
-    return save_lines(path, (to_line(request, step, reward=reward) for request in requests))
+    pictures = PictureCollector()
+    return save_lines(path, (to_line(one, step, pictures, reward=reward) for one in requests))
 
 
-def save_lines(path: Path, lines: Iterable[str]) -> int:
-    """Write lines of `to_line` to a file that appears when it is complete.
+class Line(NamedTuple):
+    """A line of a file, and the pictures that it is the first to name."""
+
+    text: str
+    pictures: Mapping[str, bytes]
+    """The content of each file by its path, relative to the folder of the rollout file."""
+
+
+def save_lines(path: Path, lines: Iterable[Line]) -> int:
+    """Write lines of `to_line` to a file that appears when it is complete, and their pictures.
 
     Returns:
         The number of lines.
@@ -186,7 +198,8 @@ def save_lines(path: Path, lines: Iterable[str]) -> int:
         draft.open("w", encoding="utf-8", errors="backslashreplace") as file,
     ):
         for line in lines:
-            file.write(line)
+            write_pictures(path.parent, line.pictures)
+            file.write(line.text)
             count += 1
     return count
 
@@ -194,15 +207,17 @@ def save_lines(path: Path, lines: Iterable[str]) -> int:
 def to_line(
     request: AsyncRolloutRequest,
     step: int,
+    pictures: PictureCollector,
     note: SkipNote | None = None,
     *,
     reward: RewardConfig | None = None,
-) -> str:
+) -> Line:
     """Write a trajectory as one line.
 
     Args:
         request: A finished request.
         step: The run's step.
+        pictures: Collects the files of the images and videos that the line names.
         note: Set for a row for which an optimizer step was skipped.
         reward: How rewards are combined; None to leave out the combined reward.
     """
@@ -212,8 +227,8 @@ def to_line(
     line["summary"] = TrajectorySummary.of(request).model_dump()
     if note is not None:
         line["skipped"] = note.model_dump()
-    line["request"] = request.model_dump(mode="json", fallback=to_plain)
-    return json.dumps(line, ensure_ascii=False) + "\n"
+    line["request"] = request.model_dump(mode="json", fallback=pictures.plain)
+    return Line(json.dumps(line, ensure_ascii=False) + "\n", pictures.take())
 
 
 def read_rollouts(path: Path) -> Iterator[AsyncRolloutRequest]:
@@ -236,7 +251,7 @@ def read_trajectories(path: Path) -> Iterator[SavedTrajectory]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield SavedTrajectory.model_validate(json.loads(line))
+                saved = SavedTrajectory.model_validate(json.loads(line))
             except (ValueError, LookupError, TypeError, RecursionError, AgentRLError) as error:
                 raise DataError(
                     f"a rollout line that cannot be read: {_reason(error)}",
@@ -244,6 +259,12 @@ def read_trajectories(path: Path) -> Iterator[SavedTrajectory]:
                     line=number,
                     expected=f"a line of `save_rollouts`, version {LINE_VERSION}",
                 ) from error
+            for one in saved.request.sequences:
+                one.multi_modal_data = {
+                    kind: [read_picture(value, path.parent) for value in values]
+                    for kind, values in one.multi_modal_data.items()
+                }
+            yield saved
 
 
 def _reason(error: Exception) -> str:
@@ -254,12 +275,12 @@ def _reason(error: Exception) -> str:
     return f"{key}: {first['msg']}" if key else first["msg"]
 
 
-class _Line(NamedTuple):
+class _RankLine(NamedTuple):
     """A line of a file; ranks send these to each other."""
 
     sort_key: tuple[int, int]
     """Sorts the lines of all ranks."""
-    text: str
+    line: Line
 
 
 class RolloutFiles:
@@ -276,6 +297,7 @@ class RolloutFiles:
         self._reward = config.reward
         self._world = world
         self._run_logger = run_logger
+        self._pictures: defaultdict[Path, PictureCollector] = defaultdict(PictureCollector)
 
     def save_step(self, step: int, requests: Sequence[AsyncRolloutRequest]) -> None:
         """Save training rollouts, if `trainer.rollout_data_dir` names a folder."""
@@ -295,7 +317,7 @@ class RolloutFiles:
             return
         path = rollout_path(self._config.default_local_dir / SKIPPED, step)
         own = {one.request_id: request for request in requests for one in request.sequences}
-        lines: list[_Line] = []
+        lines: list[_RankLine] = []
         for index, one in enumerate(skipped):
             self._run_logger.info(f"step {step}: {one.describe()}; the rows to blame: {path}")
             for number, row in enumerate(one.rows):
@@ -304,8 +326,8 @@ class RolloutFiles:
                     note = SkipNote(
                         mini_batch=one.mini_batch, not_finite=tokens, request_id=row.request_id
                     )
-                    line = to_line(own[row.request_id], step, note, reward=self._reward)
-                    lines.append(_Line((index, number), line))
+                    request = own[row.request_id]
+                    lines.append(self._line(path, (index, number), request, step, note))
         self._save(path, lines, "the rows to blame")
 
     def _save_all(
@@ -313,14 +335,25 @@ class RolloutFiles:
     ) -> None:
         if folder is None:
             return
+        path = rollout_path(folder, step, kind)
         lines = [
-            _Line((one.batch_data_id, one.rollout_offset), to_line(one, step, reward=self._reward))
-            for one in requests
+            self._line(path, (one.batch_data_id, one.rollout_offset), one, step) for one in requests
         ]
-        self._save(rollout_path(folder, step, kind), lines, "rollouts")
+        self._save(path, lines, "rollouts")
 
-    def _save(self, path: Path, lines: Sequence[_Line], what: str) -> None:
-        gathered = sorted(self._world.gather_on_main(lines))
+    def _line(
+        self,
+        path: Path,
+        sort_key: tuple[int, int],
+        request: AsyncRolloutRequest,
+        step: int,
+        note: SkipNote | None = None,
+    ) -> _RankLine:
+        pictures = self._pictures[path.parent]
+        return _RankLine(sort_key, to_line(request, step, pictures, note, reward=self._reward))
+
+    def _save(self, path: Path, lines: Sequence[_RankLine], what: str) -> None:
+        gathered = sorted(self._world.gather_on_main(lines), key=lambda one: one.sort_key)
         if self._world.is_main:
             with self._run_logger.ignoring_write_errors(what):
-                save_lines(path, (line.text for line in gathered))
+                save_lines(path, (one.line for one in gathered))

@@ -14,21 +14,25 @@ import math
 import re
 import sysconfig
 import unicodedata
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from agentrl.config.schema.reward import RewardConfig
+from agentrl.media.records import MediaSpan
 from agentrl.rewards import CombinedReward, RewardPlacement, Source, combine_rewards, place_rewards
 from agentrl.rewards.combination import TRAJECTORY_ALONE
 from agentrl.rollout.records import CallRecord, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.trainer.rollouts.pictures import describe_picture, draw_picture
 
 Decode = Callable[[list[int]], str]
 """Token ids to text: special tokens kept, no clean-up of spaces."""
@@ -95,6 +99,8 @@ class Section:
     tokens: tuple[TokenView, ...]
     notes: tuple[str, ...] = ()
     """Lines after the tokens: the calls of a completion and their results."""
+    pictures: tuple[Any, ...] = ()
+    """The images and videos among the tokens, in order."""
 
     @property
     def header(self) -> str:
@@ -161,25 +167,66 @@ def _read_sections(
     prefix: str,
 ) -> Iterator[Section]:
     """Split one sequence into its prompt and its turns."""
-    num_prompt = request.num_prompt_tokens
-    ends = [num_prompt, *(num_prompt + turn.end for turn in request.turns)]
-    texts = decode_pieces(request.input_ids, decode, breaks=ends)
+    num_prompt, ids = request.num_prompt_tokens, request.input_ids
+    shown = _ShownTokens.of(request, decode)
     prompt = tuple(
-        TokenView(index, token_id, texts[index], TokenStatus.OBSERVED)
-        for index, token_id in enumerate(request.prompt_ids)
+        TokenView(index, ids[index], shown.texts[index], TokenStatus.OBSERVED)
+        for index in shown.indices(0, num_prompt)
     )
-    yield Section(f"{prefix}prompt", _count(num_prompt, "token"), prompt)
+    pictures = shown.pictures(0, num_prompt)
+    yield Section(f"{prefix}prompt", _count(num_prompt, "token"), prompt, pictures=pictures)
     for turn in request.turns:
+        span = num_prompt + turn.start, num_prompt + turn.end
         tokens = tuple(
-            _read_token(request, index, texts[num_prompt + index], turn, mask[index], rewards)
-            for index in range(turn.start, turn.end)
-        )
+            _read_token(
+                request, index - num_prompt, shown.texts[index], turn, mask[index - num_prompt],
+                rewards,
+            )
+            for index in shown.indices(*span)
+        )  # fmt: skip
         kind = turn.is_compaction and ("summary" if turn.role == "assistant" else "compaction")
         name, facts = (
             _line(f"{prefix}turn {turn.index}", turn.role, kind),
             _turn_facts(turn, tokens),
         )
-        yield Section(name, facts, tokens, tuple(map(_call_note, turn.calls)))
+        notes = tuple(map(_call_note, turn.calls))
+        yield Section(name, facts, tokens, notes, shown.pictures(*span))
+
+
+@dataclass(frozen=True, slots=True)
+class _ShownTokens:
+    """The tokens of a sequence that are shown: of each image, one for all its placeholders."""
+
+    texts: dict[int, str]
+    """The text that a token of `input_ids` adds, by its index."""
+    spans: Sequence[MediaSpan]
+
+    @classmethod
+    def of(cls, request: AsyncRolloutRequest, decode: Decode) -> "_ShownTokens":
+        """Decode the tokens that are shown."""
+        spans, ids, num_prompt = request.media_spans, request.input_ids, request.num_prompt_tokens
+        hidden = {index for span in spans for index in range(span.start + 1, span.end)}
+        indices = [index for index in range(len(ids)) if index not in hidden]
+        ends = [num_prompt, *(num_prompt + turn.end for turn in request.turns)]
+        breaks = [bisect_left(indices, end) for end in ends]
+        pieces = decode_pieces([ids[index] for index in indices], decode, breaks=breaks)
+        texts = dict(zip(indices, pieces, strict=True))
+        names = {span.start: _describe_run(span) for span in spans}
+        return cls(texts | names, spans)
+
+    def indices(self, start: int, end: int) -> list[int]:
+        """Return the shown tokens of `[start, end)`."""
+        return [index for index in range(start, end) if index in self.texts]
+
+    def pictures(self, start: int, end: int) -> tuple[Any, ...]:
+        """Return the images and videos that begin in `[start, end)`."""
+        found = [span for span in self.spans if start <= span.start < end and not span.offset]
+        return tuple(span.item.loaded.data for span in found)
+
+
+def _describe_run(span: MediaSpan) -> str:
+    """Describe a run of placeholders in its place."""
+    return f"[{span.item.kind}: {_count(span.end - span.start, 'token')}]"
 
 
 def decode_pieces(ids: Sequence[int], decode: Decode, *, breaks: Sequence[int] = ()) -> list[str]:
@@ -350,6 +397,8 @@ def render_transcript(transcript: Transcript) -> Group:
         if text.plain.endswith("\n"):
             text.right_crop(1)
         lines.append(text)
+        for picture in section.pictures:
+            lines += [draw_picture(picture), Text(f"  {escape_line(describe_picture(picture))}")]
         lines += [Text(f"  > {escape_line(note)}", style="magenta") for note in section.notes]
     lines.append(Text("\n── end", style="bold cyan"))
     lines += [Text(escape_line(line)) for line in transcript.outcome]
@@ -364,6 +413,7 @@ def plain_transcript(transcript: Transcript) -> str:
         for status, run in groupby(section.tokens, key=lambda token: token.status):
             text = escape("".join(token.text for token in run))
             lines += [f"{status} | {line}" for line in text.removesuffix("\n").split("\n")]
+        lines += [f"  {escape_line(describe_picture(picture))}" for picture in section.pictures]
         lines += [f"  > {escape_line(note)}" for note in section.notes]
     return "\n".join([*lines, "", "--- end", *map(escape_line, transcript.outcome), ""])
 

@@ -1,0 +1,146 @@
+"""Pictures of saved rollouts: each is a file of its own, once, next to the rollout files.
+
+    rollouts/media/3f2a....png              the picture as the model's processor got it
+    rollouts/media/3f2a...._small.png       at most 256 pixels wide and high
+
+A line of a rollout file names them where the request has the picture:
+
+    {"path": "media/3f2a....png", "thumbnail": "media/3f2a...._small.png", "width": 640,
+     "height": 480}
+
+A video is an animated PNG, with `frames` and `fps` in its entry.
+"""
+
+import io
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageSequence
+from rich.text import Text
+
+from agentrl.atomic_io import atomic_file
+from agentrl.media.records import Video
+from agentrl.rollout.records import to_plain
+
+FOLDER = "media"
+"""Subfolder of the rollout files."""
+THUMBNAIL_SIZE = 256
+"""Largest width and height of a thumbnail, in pixels."""
+DRAWN_SIZE = 32
+"""Largest width and height of a picture that is drawn in a terminal, in pixels."""
+UPPER_HALF_BLOCK = "\N{UPPER HALF BLOCK}"
+DEFAULT_FPS = 2.0
+"""Frames per second at which a video of unknown speed is shown."""
+
+
+class PictureCollector:
+    """Replaces pictures in a line by the names of their files, and keeps what must be written.
+
+    Attributes:
+        new: The bytes of the files that were not collected before, by path relative to the rollout
+            file.
+    """
+
+    def __init__(self) -> None:
+        self.new: dict[str, bytes] = {}
+        self._known: set[str] = set()
+
+    def plain(self, value: Any) -> Any:
+        """Convert a value that JSON cannot hold (the `fallback` of pydantic)."""
+        if isinstance(value, Image.Image):
+            return self._add([value])
+        if isinstance(value, Video):
+            frames = [Image.fromarray(frame) for frame in value.frames]
+            return self._add(frames, fps=value.fps or DEFAULT_FPS)
+        return to_plain(value)
+
+    def take(self) -> dict[str, bytes]:
+        """Return the new files, and forget their bytes."""
+        taken, self.new = self.new, {}
+        return taken
+
+    def _add(self, frames: list[Image.Image], fps: float | None = None) -> dict[str, Any]:
+        first = frames[0]
+        digest = blake2b(repr((first.mode, first.size, fps)).encode(), digest_size=16)
+        for frame in frames:
+            digest.update(frame.tobytes())
+        name = f"{FOLDER}/{digest.hexdigest()}"
+        if name not in self._known:
+            self._known.add(name)
+            self.new[f"{name}.png"] = _encode(frames, fps)
+            small = first.copy()
+            small.thumbnail((THUMBNAIL_SIZE, THUMBNAIL_SIZE))
+            self.new[f"{name}_small.png"] = _encode([small], None)
+        entry: dict[str, Any] = {"path": f"{name}.png", "thumbnail": f"{name}_small.png"}
+        entry |= {"width": first.width, "height": first.height}
+        return entry if fps is None else entry | {"frames": len(frames), "fps": fps}
+
+
+def describe_picture(picture: Any) -> str:
+    """Describe an image or a `Video` in one line: its size, and its file if it was saved."""
+    if isinstance(picture, Video):
+        count, height, width, _ = picture.frames.shape
+        return f"video {width} x {height}, {count} frames"
+    return f"image {picture.width} x {picture.height}"
+
+
+def draw_picture(picture: Any) -> Text:
+    """Draw an image, or the first frame of a `Video`, for a terminal with colors.
+
+    Each character shows two pixels, one above the other.
+    """
+    first = Image.fromarray(picture.frames[0]) if isinstance(picture, Video) else picture
+    small = first.convert("RGB")
+    small.thumbnail((DRAWN_SIZE, DRAWN_SIZE))
+    pixels = np.asarray(small)
+    drawn = Text()
+    for upper, lower in zip(pixels[::2], pixels[1::2], strict=False):
+        for above, below in zip(upper.tolist(), lower.tolist(), strict=True):
+            colors = (f"rgb({','.join(map(str, color))})" for color in (above, below))
+            drawn.append(UPPER_HALF_BLOCK, style=" on ".join(colors))
+        drawn.append("\n")
+    return drawn
+
+
+def read_picture(entry: Any, folder: Path) -> Any:
+    """Return the image or `Video` that an entry of a line names; the entry if there is no file.
+
+    Args:
+        entry: A value of the request's `multi_modal_data`, as it was read.
+        folder: The folder of the rollout file.
+    """
+    if not isinstance(entry, dict) or "thumbnail" not in entry:
+        return entry
+    path = folder / str(entry["path"])  # pyright: ignore[reportUnknownArgumentType]
+    if not path.is_file():
+        return entry  # pyright: ignore[reportUnknownVariableType]
+    with Image.open(path) as image:
+        frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
+    if "frames" not in entry:
+        return frames[0]
+    return Video(np.stack([np.asarray(frame) for frame in frames]), entry["fps"])
+
+
+def write_pictures(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write collected files next to the rollout files in `folder`; those that exist stay.
+
+    Raises:
+        OSError: naming the file that cannot be written.
+    """
+    for name, content in files.items():
+        path = folder / name
+        if not path.exists():
+            with atomic_file(path) as draft:
+                draft.write_bytes(content)
+
+
+def _encode(frames: list[Image.Image], fps: float | None) -> bytes:
+    buffer = io.BytesIO()
+    animation: dict[str, Any] = {}
+    if fps is not None:
+        animation = {"save_all": True, "append_images": frames[1:], "duration": 1000 / fps}
+    frames[0].save(buffer, "PNG", **animation)
+    return buffer.getvalue()

@@ -1,0 +1,83 @@
+"""Three-dimensional positions, compared with those of the models."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.media.positions import compute_position_ids, place_runs
+from tests.fakes.vision_models import (
+    FAMILIES,
+    PLAIN_FAMILY,
+    encode_with_media,
+    load_picture,
+    make_processor,
+    make_vision_model,
+    random_picture,
+)
+
+TEXTS = st.text("abc \n", max_size=6)
+PICTURES = st.tuples(st.integers(0, 3), st.sampled_from([(16, 16), (40, 16), (16, 64)]))
+PARTS = st.lists(TEXTS | PICTURES, max_size=8)
+
+
+def load(parts: list[Any]) -> list[Any]:
+    return [
+        part if isinstance(part, str) else load_picture(random_picture(*part)) for part in parts
+    ]
+
+
+def encode(family: str, parts: list[Any]) -> tuple[list[int], list[Any]]:
+    loaded = [
+        part if isinstance(part, str) else load_picture(random_picture(*part)) for part in parts
+    ]
+    ids, runs = encode_with_media(make_processor(family), ["x", *loaded])
+    return ids, place_runs([], runs)
+
+
+def model_positions(family: str, ids: list[int], spans: list[Any]) -> np.ndarray[Any, Any]:
+    types = torch.zeros(1, len(ids), dtype=torch.int32)
+    for span in spans:
+        types[0, span.start : span.end] = 1
+    grids = [torch.from_numpy(span.item.inputs()["image_grid_thw"]) for span in spans]
+    found, _ = make_vision_model(family).base_model.get_rope_index(
+        torch.tensor([ids]), types, image_grid_thw=torch.cat(grids) if grids else None
+    )
+    return found[:, 0].numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(parts=PARTS)
+def test_positions_are_those_of_the_model(family: str, parts: list[Any]) -> None:
+    ids, spans = encode(family, parts)
+    expected = model_positions(family, ids, spans)
+    assert np.array_equal(compute_position_ids(spans, 0, len(ids)), expected)
+
+
+@given(parts=PARTS, data=st.data())
+def test_the_positions_of_a_part_are_those_of_the_whole(parts: list[Any], data: Any) -> None:
+    ids, spans = encode("qwen2_vl", parts)
+    start = data.draw(st.integers(0, len(ids)))
+    end = data.draw(st.integers(start, len(ids)))
+    whole = compute_position_ids(spans, 0, len(ids))
+    assert np.array_equal(compute_position_ids(spans, start, end), whole[:, start:end])
+
+
+@given(parts=PARTS, later=PARTS)
+def test_later_tokens_continue_from_the_last_picture(parts: list[Any], later: list[Any]) -> None:
+    ids, spans = encode("qwen3_vl", parts)
+    more, runs = encode_with_media(make_processor("qwen3_vl"), load(later))
+    appended = [*spans, *place_runs(spans, runs, shift=len(ids))]
+    _, together = encode("qwen3_vl", [*parts, *later])
+    assert [span[:2] + span[3:] for span in appended] == [span[:2] + span[3:] for span in together]
+    assert len(more) + len(ids) >= (appended[-1].end if appended else 0)
+
+
+@given(parts=PARTS)
+def test_a_model_without_mrope_has_plain_positions(parts: list[Any]) -> None:
+    ids, spans = encode(PLAIN_FAMILY, parts)
+    plain = np.tile(np.arange(len(ids)), (3, 1))
+    assert np.array_equal(compute_position_ids(spans, 0, len(ids)), plain)
