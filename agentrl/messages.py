@@ -102,9 +102,14 @@ class Message(BaseModel):
         return self.content or ""
 
     @property
+    def parts(self) -> list[ContentPart]:
+        """The content parts; empty if the content is one text."""
+        return self.content if isinstance(self.content, list) else []
+
+    @property
     def part_types(self) -> list[str]:
         """The type of each content part; empty if the content is one text."""
-        return [part.type for part in self.content] if isinstance(self.content, list) else []
+        return [part.type for part in self.parts]
 
     def to_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it: a dict without absent keys."""

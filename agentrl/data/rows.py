@@ -114,7 +114,7 @@ class RowReader:
         left = {kind: list(sources) for kind, sources in columns.items()}
         found: dict[str, list[Any]] = {}
         num_asked = dict.fromkeys(MediaKind, 0)
-        for part in (part for message in messages for part in _parts(message)):
+        for part in (part for message in messages for part in message.parts):
             kind = _PART_KINDS.get(part.type)
             if kind is None:
                 continue
@@ -209,20 +209,17 @@ def with_media_columns(row: Row) -> Row:
 def _sources(value: Any) -> list[Any]:
     """Return the images or videos of a column: a list, or one of them."""
     value = _decoded(value)
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        value = value.tolist()
+    if isinstance(value, np.ndarray):
+        value = cast("np.ndarray[Any, Any]", value)
+        value = value.tolist() if value.dtype == object else value
     if isinstance(value, list | tuple):
         return [one for one in cast("Sequence[Any]", value) if one is not None]
     return [] if value is None else [value]
 
 
-def _parts(message: Message) -> list[ContentPart]:
-    return message.content if isinstance(message.content, list) else []
-
-
 def _split_marks(message: Message, kinds: Set[MediaKind]) -> Message:
     """Split the texts of a message at `<image>` and `<video>`, for columns that the row has."""
-    texts = _parts(message) or [ContentPart(type="text", text=message.text)]
+    texts = message.parts or [ContentPart(type="text", text=message.text)]
     if message.role == "assistant" or not any(
         f"<{k}>" in (p.text or "") for k in kinds for p in texts
     ):
@@ -246,12 +243,12 @@ def _split_marks(message: Message, kinds: Set[MediaKind]) -> Message:
 
 def _without_sources(message: Message) -> Message:
     """Return a message in which parts that show an image or a video have only their kind."""
-    kinds = [_PART_KINDS.get(part.type) for part in _parts(message)]
+    kinds = [_PART_KINDS.get(part.type) for part in message.parts]
     if not any(kinds):
         return message
     content = [
         ContentPart(type=str(kind)) if kind else part
-        for kind, part in zip(kinds, _parts(message), strict=True)
+        for kind, part in zip(kinds, message.parts, strict=True)
     ]
     return message.model_copy(update={"content": content})
 

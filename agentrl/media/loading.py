@@ -265,7 +265,7 @@ def _load_video(source: Any, folder: Path | None) -> tuple[Video, str]:
 def _read_video(path: Path, fps: float, max_frames: int) -> Video:
     """Read frames of a video file at equal distances in time."""
     try:
-        import av
+        import av  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MissingExtraError(
             f"the video file {path} is read by the package av, which is not installed",

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 from cachetools import LRUCache
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from agentrl.errors import DataError, MissingExtraError
 from agentrl.media.positions import has_mrope
-from agentrl.media.records import LoadedMedia, MediaItem, MediaKind, Video
+from agentrl.media.records import LoadedMedia, MediaItem, MediaKind, Video, find_item
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, ProcessorMixin
@@ -104,9 +103,6 @@ class MediaProcessor:
         }
         self.has_mrope = has_mrope(config)
         self._vision: Any = getattr(config, "vision_config", None)
-        # Requests keep their items; this finds the one of an equal picture.
-        self._items: WeakValueDictionary[str, MediaItem] = WeakValueDictionary()
-        self._lock = threading.Lock()
 
     def process(self, loaded: LoadedMedia) -> MediaItem:
         """Process an item, on the caller's thread; equal items give the same object.
@@ -114,13 +110,8 @@ class MediaProcessor:
         Raises:
             DataError: If the processor refuses it, or the model has no such input.
         """
-        with self._lock:
-            found = self._items.get(loaded.digest)
-        if found is not None:
-            return found
-        item = self._process(loaded)
-        with self._lock:
-            return self._items.setdefault(loaded.digest, item)
+        found = find_item(self.encoder.key, loaded.digest)
+        return self._process(loaded).shared() if found is None else found
 
     def _process(self, loaded: LoadedMedia) -> MediaItem:
         kind = loaded.kind

@@ -7,9 +7,10 @@
 Records are shared by reference: all samples of a group have the same items.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,12 +95,34 @@ class MediaItem:
         """Return the item itself: a copy of a message shows the same picture."""
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle writes; a process that has the item already keeps its own."""
+        return _restore, tuple(getattr(self, one.name) for one in fields(self))
+
+    def shared(self) -> "MediaItem":
+        """Return the item of this process for the same picture: itself, or an earlier one."""
+        return _items.setdefault((self.encoder.key, self.digest), self)
+
     def inputs(self) -> dict[str, NDArray[Any]]:
         """Return the inputs of the vision tower by name, such as `pixel_values`.
 
         They are computed again if they are not in the cache of this process.
         """
         return self.encoder.encode(self.loaded)
+
+
+_items: "WeakValueDictionary[tuple[str, str], MediaItem]" = WeakValueDictionary()
+"""The items of this process by the processor's settings and the picture's digest. Requests keep
+them; this finds the one of an equal picture."""
+
+
+def find_item(encoder_key: str, digest: str) -> MediaItem | None:
+    """Return the item of this process for a picture; None if there is none."""
+    return _items.get((encoder_key, digest))
+
+
+def _restore(*values: Any) -> MediaItem:
+    return MediaItem(*values).shared()
 
 
 class MediaSpan(NamedTuple):

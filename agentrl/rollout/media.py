@@ -96,7 +96,7 @@ class _Asked(NamedTuple):
 
     part: ContentPart
     kind: MediaKind
-    index: int
+    number: int
     """Index among those of its kind."""
     source: Any
 
@@ -106,7 +106,7 @@ class _Asked(NamedTuple):
         try:
             yield
         except DataError as error:
-            error.details.setdefault(str(self.kind), self.index)
+            error.details.setdefault(str(self.kind), self.number)
             raise
 
 

@@ -338,6 +338,19 @@ class AsyncRolloutRequest(RequestFields):
         for kind, values in media.items():
             self.multi_modal_data.setdefault(kind, []).extend(values)
 
+    def share_media(self) -> None:
+        """Let `multi_modal_data` hold the objects of the items that the messages show.
+
+        A request that comes from another process has copies of pictures that this process has.
+        """
+        if self._media_spans:
+            parts = [part for message in self.messages for part in message.parts]
+            items = [part.item for part in parts if part.item is not None]
+            self.multi_modal_data = {}
+            self.add_media({str(item.kind): () for item in items})
+            for item in items:
+                self.multi_modal_data[str(item.kind)].append(item.loaded.data)
+
     # Sequences of the trajectory
 
     @property

@@ -85,6 +85,8 @@ def load_results(request: AsyncRolloutRequest, results: bytes, schemas: Schemas)
         for schema in state.get("tool_schemas", request.tool_schemas)
     ]
     vars(request).update(state)
+    for one in request.sequences:
+        one.share_media()
 
 
 def dump_score(request: AsyncRolloutRequest) -> bytes:

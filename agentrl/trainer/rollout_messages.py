@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from agentrl.config.schema.run import RunConfig
 from agentrl.engines.protocol import Completion, SamplingParams
 from agentrl.engines.sglang.servers.directory import ServerDirectory
+from agentrl.media.records import MediaSpan
 from agentrl.plugins.remote import RemoteObject, Remotes
 
 
@@ -59,6 +60,8 @@ class Call(NamedTuple):
     """The input tokens after these, as an array."""
     sampling: SamplingParams
     request_id: str
+    media: tuple[MediaSpan, ...] = ()
+    """The runs of placeholder tokens among the new tokens, in order."""
 
 
 class EndCall(NamedTuple):

@@ -30,6 +30,7 @@ from agentrl.errors import (
     WorkerLostError,
     words_of,
 )
+from agentrl.media.records import MediaSpan
 from agentrl.plugins.cancellation import wait_despite_cancellation
 from agentrl.rewards.managers import RewardManager, Scoring
 from agentrl.rollout.context import RolloutContext
@@ -85,6 +86,8 @@ class _Job:
     """Workers that were lost while the request ran there."""
     known: list[int] = field(default_factory=list[int])
     """Tokens of its last call and of the completion."""
+    media: tuple[MediaSpan, ...] = ()
+    """The runs of placeholder tokens in them."""
     calls: dict[int, _Generation] = field(default_factory=dict[int, _Generation])
     """Calls of this run by number that the rank's engine has not answered."""
     made: list[tuple[Call, _Generation]] = field(default_factory=list[tuple[Call, _Generation]])
@@ -99,7 +102,7 @@ class _Job:
     def begin(self, number: int) -> None:
         """Begin to run, or begin again."""
         loop = asyncio.get_running_loop()
-        self.number, self.known = number, []
+        self.number, self.known, self.media = number, [], ()
         self.calls.clear()
         self.repeated, self.made = deque([*self.made, *self.repeated]), []
         self.ended, self.scored = loop.create_future(), loop.create_future()
@@ -123,7 +126,7 @@ class _Job:
             task.cancel()
         return running
 
-    def generate(self, call: Call, ids: list[int]) -> _Generation:
+    def generate(self, call: Call, ids: list[int], media: tuple[MediaSpan, ...]) -> _Generation:
         """Ask the rank's engine, or return what the same call of a lost run has started."""
         if self.repeated:
             before, task = self.repeated.popleft()
@@ -132,7 +135,9 @@ class _Job:
                 self.repeated.clear()
             else:
                 return task
-        generation = self.source.generate(ids, call.sampling, request_id=call.request_id)
+        generation = self.source.generate(
+            ids, call.sampling, request_id=call.request_id, media=media
+        )
         return asyncio.ensure_future(generation)
 
 
@@ -280,7 +285,9 @@ class _Link:
     def _generate(self, job: _Job, call: Call) -> None:
         """Let the rank's engine answer a call of a worker."""
         ids = job.known[: call.num_known] + call.new_ids.tolist()
-        generation = job.calls[call.call] = job.generate(call, ids)
+        earlier = tuple(span for span in job.media if span.end <= call.num_known)
+        media = earlier + call.media
+        generation = job.calls[call.call] = job.generate(call, ids, media)
         job.made.append((call, generation))
         number = job.number
 
@@ -290,7 +297,7 @@ class _Link:
             job.calls.pop(call.call, None)
             result = _result_of(done)
             if isinstance(result, Completion):
-                job.known = ids + result.token_ids
+                job.known, job.media = ids + result.token_ids, media
             self.post(Reply(call.call, result))
 
         generation.add_done_callback(reply)

@@ -211,9 +211,14 @@ class _RankSource:
         num_known = len(known) if can_extend else 0
         self._num_waiting += 1
         try:
+            new = tuple(span for span in media if span.end > num_known)
+            number = next(self._session.numbers)
             completion = await self._session.ask(
-                self._job, num_known, pack_ids(ids[num_known:]), sampling, request_id
-            )
+                Call(
+                    number, self._job, num_known, pack_ids(ids[num_known:]), sampling, request_id,
+                    new,
+                )
+            )  # fmt: skip
         finally:
             self._num_waiting -= 1
         self._known = ids + completion.token_ids
@@ -258,16 +263,14 @@ class _Session:
             self.outbox.append(message)
             self.has_messages.set()
 
-    async def ask(
-        self, job: int, num_known: int, new_ids: Any, sampling: SamplingParams, request_id: str
-    ) -> Completion:
+    async def ask(self, call: Call) -> Completion:
         """Send a call to the rank and wait for its reply."""
         if self.is_closed:
             raise EngineError("the rank of this request is gone")
-        number = next(self.numbers)
+        number = call.call
         reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.calls[number] = reply
-        self.post(Call(number, job, num_known, new_ids, sampling, request_id))
+        self.post(call)
         try:
             return await reply
         except asyncio.CancelledError:
