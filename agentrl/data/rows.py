@@ -100,39 +100,15 @@ class RowReader:
         return self._with_media(prompt, media, number)
 
     def _with_media(self, prompt: Prompt, media: Row, number: int) -> Prompt:
-        """Put the images and videos of the columns in the places of their marks.
-
-        Raises:
-            DataError: If there is not one mark, or one part without a source, for each.
-        """
         keys = {MediaKind.IMAGE: self._config.image_key, MediaKind.VIDEO: self._config.video_key}
-        columns = {kind: _sources(media.get(key)) for kind, key in keys.items()}
-        if not media and not any(message.part_types for message in prompt.messages):
+        try:
+            placed = place_media(prompt.messages, media, keys)
+        except DataError as error:
+            raise self._error(str(error.args[0]), number, str(error.expected)) from None
+        if placed is None:
             return prompt
-        marked = {kind for kind in MediaKind if keys[kind] in media}
-        messages = [_split_marks(message, marked) for message in prompt.messages]
-        left = {kind: list(sources) for kind, sources in columns.items()}
-        found: dict[str, list[Any]] = {}
-        num_asked = dict.fromkeys(MediaKind, 0)
-        for part in (part for message in messages for part in message.parts):
-            kind = _PART_KINDS.get(part.type)
-            if kind is None:
-                continue
-            own = (part.model_extra or {}).get(part.type)
-            num_asked[kind] += own is None
-            if own is None and left[kind]:
-                own = left[kind].pop(0)
-            found.setdefault(str(kind), []).append(own)
-        for kind, key in keys.items():
-            if num_asked[kind] != len(columns[kind]):
-                raise self._error(
-                    f"the messages show {num_asked[kind]} {kind}s of the column {key!r}, which has "
-                    f"{len(columns[kind])}",
-                    number,
-                    f"one <{kind}> in the texts for each",
-                )
-        plain = [_without_sources(message) for message in messages]
-        return prompt.model_copy(update={"messages": plain, "multi_modal_data": found})
+        messages, sources = placed
+        return prompt.model_copy(update={"messages": messages, "multi_modal_data": sources})
 
     def _prompt(
         self, row: Row, messages: list[Any], extra_info: Row, number: int, index: int
@@ -193,6 +169,50 @@ class RowReader:
 
     def _error(self, reason: str, number: int, expected: str) -> DataError:
         return DataError(reason, file=self._file, row=number, expected=expected)
+
+
+def place_media(
+    given: Sequence[Message], media: Row, keys: Mapping[MediaKind, str]
+) -> tuple[list[Message], dict[str, list[Any]]] | None:
+    """Put the images and videos of a row's columns in the places of their marks.
+
+    Args:
+        given: The messages of the row.
+        media: The row's columns of images and videos; a column without a key does not exist.
+        keys: The names of these columns.
+
+    Returns:
+        The messages with a part for each image and video, and their sources by kind in the order of
+        the parts; None for a row of text.
+
+    Raises:
+        DataError: If there is not one mark, or one part without a source, for each.
+    """
+    if not media and not any(message.part_types for message in given):
+        return None
+    columns = {kind: _sources(media.get(key)) for kind, key in keys.items()}
+    marked = {kind for kind in MediaKind if keys[kind] in media}
+    messages = [_split_marks(message, marked) for message in given]
+    left = {kind: list(sources) for kind, sources in columns.items()}
+    found: dict[str, list[Any]] = {}
+    num_asked = dict.fromkeys(MediaKind, 0)
+    for part in (part for message in messages for part in message.parts):
+        kind = _PART_KINDS.get(part.type)
+        if kind is None:
+            continue
+        own = (part.model_extra or {}).get(part.type)
+        num_asked[kind] += own is None
+        if own is None and left[kind]:
+            own = left[kind].pop(0)
+        found.setdefault(str(kind), []).append(own)
+    for kind, key in keys.items():
+        if num_asked[kind] != len(columns[kind]):
+            raise DataError(
+                f"the messages show {num_asked[kind]} {kind}s of the column {key!r}, which has "
+                f"{len(columns[kind])}",
+                expected=f"one <{kind}> in the texts for each",
+            )
+    return [_without_sources(message) for message in messages], found
 
 
 def with_media_columns(row: Row) -> Row:
@@ -300,6 +320,8 @@ class Conversation(BaseModel):
     messages: list[Message] = Field(min_length=1)
     tools: list[OpenAIFunctionToolSchema] | None = None
     """The tools of the conversation; None: those of the run."""
+    multi_modal_data: dict[str, list[Any]] = Field(default_factory=dict[str, list[Any]])
+    """Sources of its images and videos by kind, as in a `Prompt`."""
 
     @property
     def tools_called(self) -> list[str]:
@@ -311,7 +333,8 @@ class Conversation(BaseModel):
 def load_conversations(file: str | Path, *, max_rows: int | None = None) -> list[Conversation]:
     """Read a Parquet, JSON or JSONL file of conversations.
 
-    Each row has `messages` (a list, or its JSON) and may have `tools`. Other columns are not read.
+    Each row has `messages` (a list, or its JSON) and may have `tools`, `images` and `videos`. Other
+    columns are not read.
 
     Args:
         file: The file.
@@ -325,10 +348,19 @@ def load_conversations(file: str | Path, *, max_rows: int | None = None) -> list
 
 
 def _conversation(row: Row, file: str | Path, number: int) -> Conversation:
+    keys = {kind: f"{kind}s" for kind in MediaKind}
     try:
-        return Conversation.model_validate(
+        read = Conversation.model_validate(
             {name: _decoded(without_nulls(row.get(name))) for name in ("messages", "tools")}
         )
+        media = {key: row[key] for key in keys.values() if row.get(key) is not None}
+        placed = place_media(read.messages, media, keys)
+        if placed is None:
+            return read
+        return read.model_copy(update={"messages": placed[0], "multi_modal_data": placed[1]})
+    except DataError as error:
+        error.details |= {"file": file, "row": number}
+        raise
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])

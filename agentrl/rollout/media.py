@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agentrl.data.rows import Prompt
 from agentrl.errors import DataError, ToolCallError
 from agentrl.media.loading import MediaLoader, load_media
 from agentrl.media.processor import MediaProcessor
@@ -134,19 +133,28 @@ def find_unread(messages: Sequence[Message], sources: Mapping[str, Sequence[Any]
     return [_Asked(part, kind, *next(left[kind])) for part, kind in zip(parts, kinds, strict=True)]
 
 
-def load_prompt_now(prompt: Prompt, processor: MediaProcessor | None) -> list[Message]:
-    """Return copies of a row's messages with its images and videos, on the caller's thread.
+def load_messages(
+    messages: Sequence[Message],
+    sources: Mapping[str, Sequence[Any]],
+    processor: MediaProcessor | None,
+) -> list[Message]:
+    """Return copies of messages with their images and videos, loaded on the caller's thread.
+
+    Args:
+        messages: A prompt or a conversation.
+        sources: Its images and videos by kind, in the order of the parts.
+        processor: The model's; None: it reads text only.
 
     Raises:
         DataError: As `RequestMedia.load_prompt`.
     """
-    messages = [message.model_copy(deep=True) for message in prompt.messages]
-    for one in find_unread(messages, prompt.multi_modal_data):
+    copies = [message.model_copy(deep=True) for message in messages]
+    for one in find_unread(copies, sources):
         if processor is None:
             raise _text_only()
         with one.named_in_errors():
             one.part.item = processor.process(load_media(one.kind, one.source))
-    return messages
+    return copies
 
 
 def by_kind(items: Sequence[MediaItem]) -> MediaByKind:

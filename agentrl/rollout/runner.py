@@ -231,7 +231,10 @@ class _Run:
             tools_kwargs=request.tools_kwargs,
             timeout_s=context.settings.tool_timeout_s,
             max_parallel_calls=context.settings.max_parallel_calls,
-            offered={RUN_SUBAGENT: self.subagents.run},
+            offered={
+                RUN_SUBAGENT: self.subagents.run,
+                "prompt_images": list(request.multi_modal_data.get("image", ())),
+            },
         )
         for opening in await self.tools.create():
             shown = context.caller.show(opening.response, tool=opening.tool)

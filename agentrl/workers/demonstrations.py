@@ -14,6 +14,7 @@ from agentrl.data.rows import Conversation, load_conversations
 from agentrl.errors import DataError
 from agentrl.media.records import MediaSpan
 from agentrl.messages import Message, OpenAIFunctionToolSchema
+from agentrl.rollout.media import load_messages
 from agentrl.rollout.templates import ChatTemplate, encode_conversation
 from agentrl.workers.packing import PaddedRows
 
@@ -56,7 +57,9 @@ class DemonstrationEncoder:
         weights = [1.0 if one else self._observed_loss_weight for one in encoded.loss_mask]
         opening = _common_prefix(encoded.ids, self._opening(messages, tools))
         weights[:opening] = [0.0] * opening
-        return Demonstration(encoded.ids, weights)
+        for span in encoded.spans:
+            weights[span.start : span.end] = [0.0] * (span.end - span.start)
+        return Demonstration(encoded.ids, weights, tuple(encoded.spans))
 
     def _opening(
         self, messages: Sequence[Message], tools: Sequence[OpenAIFunctionToolSchema]
@@ -91,6 +94,7 @@ class Demonstrations:
         tools: Sequence[OpenAIFunctionToolSchema] = (),
     ) -> None:
         self._config = config
+        self._processor = template.media
         self._encoder = DemonstrationEncoder(template, config.observed_loss_weight)
         self._rows = load_conversations(config.train_file)
         self._encoded: dict[int, Demonstration] = {}
@@ -131,7 +135,8 @@ class Demonstrations:
             if len(found.ids) > self._config.max_length:
                 self._too_long.add(row)
                 continue
-            self._encoded[row] = found
+            if not found.spans:  # pictures take too much memory
+                self._encoded[row] = found
             yield found
         raise DataError(
             f"no conversation has at most {self._config.max_length} tokens",
@@ -153,7 +158,10 @@ class Demonstrations:
         return rng.permutation(len(self._rows)).tolist()
 
     def _encode(self, row: Conversation) -> Demonstration:
-        return self._encoder.encode(row.messages, self._tools if row.tools is None else row.tools)
+        messages = row.messages
+        if row.multi_modal_data:
+            messages = load_messages(messages, row.multi_modal_data, self._processor)
+        return self._encoder.encode(messages, self._tools if row.tools is None else row.tools)
 
 
 def check_calls(

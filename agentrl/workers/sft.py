@@ -28,7 +28,7 @@ from agentrl.workers.load import load_policy
 from agentrl.workers.model import PolicyModel, ScoringParams
 from agentrl.workers.optim import PolicyOptimizer
 from agentrl.workers.packing import PaddedRows, count_tokens, partition_balanced
-from agentrl.workers.tokenizer import check_tokenizer, load_tokenizer
+from agentrl.workers.tokenizer import check_tokenizer, load_processor, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ def run_sft(
     tools: Sequence[OpenAIFunctionToolSchema] = (),
     model: ModelConfig | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
     now: datetime | None = None,
     on_step: Callable[[SftStep], None] | None = None,
 ) -> SftResult:
@@ -83,6 +84,7 @@ def run_sft(
         model: Model settings of the run that follows; its `path` and LoRA are not read: the
             warm-up trains every weight, except those of a frozen vision tower.
         template_kwargs: The run's `data.apply_chat_template_kwargs`.
+        mm_processor_kwargs: The run's `data.mm_processor_kwargs`.
         now: The date for templates that use it.
         on_step: Called after every step, on every rank.
 
@@ -101,6 +103,7 @@ def run_sft(
         custom_template=model.custom_chat_template,
         template_kwargs=template_kwargs,
         now=now,
+        media=load_processor(model, tokenizer, kwargs=mm_processor_kwargs),
     )
     policy = load_policy(model, world, FsdpConfig())
     check_tokenizer(tokenizer, policy.config)

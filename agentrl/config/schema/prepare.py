@@ -25,6 +25,21 @@ class ArithmeticConfig(Section):
     """Demonstrations for the supervised warm-up, rough on purpose."""
 
 
+class PicturesConfig(Section):
+    """Pictures of colored tiles with small marks, and questions about the marks."""
+
+    out_dir: UserPath
+    """Folder of the files."""
+    seed: Seed = 0
+    """Seed of the pictures."""
+    num_train: int = Field(default=1024, ge=1)
+    """Training pictures."""
+    num_val: int = Field(default=256, ge=1)
+    """Validation pictures."""
+    num_demos: int = Field(default=12000, ge=0)
+    """Demonstrations for the supervised warm-up, rough on purpose."""
+
+
 class Gsm8kConfig(Section):
     """The real GSM8K, from the hub or from local files."""
 
@@ -56,6 +71,21 @@ class SearchIndexConfig(Section):
     """How much the length of a document lowers its score."""
 
 
+class TinyVisionConfig(Section):
+    """The vision tower of a small Qwen2-VL-architecture model."""
+
+    image_size: int = Field(default=24, ge=4)
+    """Pixels of each side to which a square picture is scaled; a multiple of two patches."""
+    patch_size: int = Field(default=4, ge=1)
+    """Pixels of each side of a patch. Four patches become one token."""
+    hidden_size: int = 64
+    """Width of the tower."""
+    num_layers: int = 2
+    """Blocks of the tower."""
+    num_heads: int = 4
+    """Attention heads of the tower."""
+
+
 class TinyPolicyConfig(Section):
     """A small Qwen2-architecture model of random weights with a tokenizer of its own."""
 
@@ -77,6 +107,8 @@ class TinyPolicyConfig(Section):
     """Width of the MLP."""
     max_position_embeddings: int = 2048
     """Most tokens of a sequence."""
+    vision: TinyVisionConfig | None = None
+    """Make a Qwen2-VL-architecture model that sees images; null: it reads text only."""
     seed: Seed = 0
     """Seed of the weights."""
 
@@ -116,6 +148,7 @@ class PrepareConfig(Section):
     """What `agentrl train` makes first if it is missing, in this order."""
 
     arithmetic: ArithmeticConfig | None = None
+    pictures: PicturesConfig | None = None
     gsm8k: Gsm8kConfig | None = None
     tiny_policy: TinyPolicyConfig | None = None
     sft: SftConfig | None = None

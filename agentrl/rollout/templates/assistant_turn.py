@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from agentrl.errors import TemplateError
+from agentrl.media.positions import place_runs
+from agentrl.media.records import MediaSpan
 from agentrl.messages import Message
 from agentrl.rollout.templates.compiled import CompiledTemplate
 from agentrl.rollout.templates.cutting import (
@@ -44,6 +46,8 @@ class EncodedConversation(NamedTuple):
     ids: list[int]
     loss_mask: list[int]
     """1 on the text of assistant turns and on the token that ends each, else 0."""
+    spans: list[MediaSpan]
+    """The runs of placeholder tokens of images and videos."""
 
 
 def encode_conversation(
@@ -67,18 +71,19 @@ def encode_conversation(
             role="assistant",
             expected="a system or user message before it",
         )
-    ids = template.encode_prompt(messages[: turns[0]], tools)
-    mask = [0] * len(ids)
+    ids, runs = template.encode_prompt_media(messages[: turns[0]], tools)
+    mask, spans = [0] * len(ids), place_runs([], runs)
     for start, stop in zip(turns, [*turns[1:], None], strict=True):
         replies = [] if stop is None else messages[start + 1 : stop]
         turn = encode_turn(template, messages[start], replies, tools)
         ids += turn
         mask += [1] * len(turn)
         if stop is not None:
-            observed = template.encode_delta(replies, last_ids=turn, tools=tools).ids
-            ids += observed
-            mask += [0] * len(observed)
-    return EncodedConversation(ids, mask)
+            delta = template.encode_delta(replies, last_ids=turn, tools=tools)
+            spans += place_runs(spans, delta.runs, shift=len(ids))
+            ids += delta.ids
+            mask += [0] * len(delta.ids)
+    return EncodedConversation(ids, mask, spans)
 
 
 def encode_turn(

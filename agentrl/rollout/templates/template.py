@@ -157,8 +157,16 @@ class ChatTemplate:
             TemplateError: If the template refuses the conversation, drops the text of a message
                 that is not an assistant's, or writes no generation prompt; if a part is not text.
         """
+        return self.encode_prompt_media(messages, tools).ids
+
+    def encode_prompt_media(self, messages: Sequence[Message], tools: Tools = ()) -> EncodedMedia:
+        """Encode as `encode_prompt` does; also return the runs of placeholder tokens.
+
+        Raises:
+            TemplateError: as `encode_prompt`.
+        """
         planned = self.plan_prompt(messages, tools)
-        return planned.encode([self._encode_run(text) for text in planned.texts])
+        return planned.encode_media([self._encode_run(text) for text in planned.texts])
 
     async def encode_planned(self, planned: PlannedPrompt) -> EncodedMedia:
         """Encode a prompt as `encode_prompt` does, together with the texts of other requests."""

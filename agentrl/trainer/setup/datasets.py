@@ -21,7 +21,7 @@ from agentrl.messages import Message
 from agentrl.rewards.loading import scores_by_source
 from agentrl.rewards.managers import check_code_scorers
 from agentrl.rewards.sources import has_bundled
-from agentrl.rollout.media import load_prompt_now
+from agentrl.rollout.media import load_messages
 from agentrl.rollout.templates import TemplateNeeds, TemplateReport, require
 from agentrl.tools import BaseTool
 from agentrl.tools.registry import select_tools
@@ -278,7 +278,7 @@ def prompt_encoder(setup: RolloutSetup) -> Callable[[Prompt], list[int]]:
         )
         messages = prompt.messages
         if prompt.multi_modal_data:
-            messages = load_prompt_now(prompt, setup.processor)
+            messages = load_messages(messages, prompt.multi_modal_data, setup.processor)
         return setup.template.encode_prompt(messages, [tool.tool_schema for tool in tools])
 
     return encode

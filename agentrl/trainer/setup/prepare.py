@@ -13,6 +13,7 @@ from agentrl.data.prepare.gsm8k import prepare_gsm8k
 from agentrl.data.prepare.manifest import content_of, is_unfinished, make_once, must_make
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.quickstart.arithmetic import prepare_arithmetic
+from agentrl.quickstart.pictures import prepare_pictures
 from agentrl.quickstart.tiny_policy import make_tiny_policy
 from agentrl.tools import BaseTool, load_all_tools
 from agentrl.trainer.metrics.run_logger import RunLogger
@@ -57,6 +58,8 @@ def _prepare_files(config: PrepareConfig, run_logger: RunLogger, tools: list[Bas
 
     if (problems := config.arithmetic) is not None:
         make("problems", problems.out_dir, lambda: prepare_arithmetic(problems).made)
+    if (pictures := config.pictures) is not None:
+        make("pictures", pictures.out_dir, lambda: prepare_pictures(pictures).made)
     if (gsm8k := config.gsm8k) is not None:
         make("GSM8K", gsm8k.out_dir, lambda: prepare_gsm8k(gsm8k).made)
     if (policy := config.tiny_policy) is not None:
@@ -147,6 +150,8 @@ def _arguments(
     lora = {"lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path"}
     arguments["model"] = run.model.model_dump(mode="json", exclude={"path", *lora})
     arguments["template_kwargs"] = run.data.apply_chat_template_kwargs
+    if run.data.mm_processor_kwargs:
+        arguments["mm_processor_kwargs"] = run.data.mm_processor_kwargs
     arguments["tools"] = [schema.to_template() for schema in shown]
     arguments["of"] = [content_of(path) for path in (config.train_file, config.model_path)]
     return arguments
@@ -175,6 +180,7 @@ def _train(
             tools=shown,
             model=run.model,
             template_kwargs=run.data.apply_chat_template_kwargs,
+            mm_processor_kwargs=run.data.mm_processor_kwargs,
             now=now,
             on_step=on_step,
         )
