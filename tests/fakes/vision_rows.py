@@ -80,9 +80,9 @@ def make_rows(family: str) -> tuple[PictureRow, ...]:
     """Seven rows of four groups.
 
     Two samples of one prompt with a picture, of which one sees another picture later. A prompt of
-    the same text with a picture of another content and the same size. Two rows of text, and one of
-    two pictures whose response ends with a picture. A row that samples a placeholder token, which
-    is a plain token.
+    the same text with a picture of another content and the same size. Two rows of text. One row of
+    two pictures, with a third one after the last trained token. A row that samples a placeholder
+    token, which is a plain token.
     """
     processor = make_processor(family)
 
@@ -106,7 +106,7 @@ def make_rows(family: str) -> tuple[PictureRow, ...]:
         row("b", 0.5, again, ["A cat on a mat."]),
         row("c", -1.1, ["Count to three: "], ["one two three"]),
         row("c", 0.4, ["Count to three: "], ["one two"]),
-        row("d", 0.9, [first, wide, "Same?"], ["No. ", other]),
+        row("d", 0.9, [first, wide, "Same?"], ["No. ", other], lambda at: at < 3),
     ]
     ids = processor.placeholder_ids
     sampled = [*b"abc", *ids.values(), *b"def"]
