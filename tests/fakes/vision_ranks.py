@@ -39,6 +39,7 @@ def share_of(world: World, family: str) -> DataProto:
     rows = make_rows(family)
     batch = picture_batch(rows)
     numbers = {uid: number for number, uid in enumerate(dict.fromkeys(row.uid for row in rows))}
+    assert batch.batch is not None
     batch.batch["batch_data_id"] = torch.tensor([numbers[row.uid] for row in rows])
     texts = [index for index, row in enumerate(rows) if not row.spans]
     if world.rank == world.size - 1:

@@ -40,6 +40,7 @@ from tests.fakes.vision_models import (
     FAMILIES,
     PLAIN_FAMILY,
     make_hf_processor,
+    make_processor,
     make_tokenizer,
     make_vision_config,
     make_vision_model,
@@ -357,6 +358,20 @@ def test_weights_are_read_in_slices_from_files_of_older_names(
     assert_scores(make_actor(policy), lm, make_rows(family))
     whole = config.model_copy(update={"freeze_vision_tower": False})
     assert len(list(load_policy(whole, world, FsdpConfig()).trained_weights())) > len(trained)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pictures_are_compared_with_the_models_own_code_when_it_is_loaded(
+    world: World, tmp_path: Path, family: str
+):
+    make_vision_model(family).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    policy = load_policy(config, world, FsdpConfig(), processor=make_processor(family))
+    assert not any(weight.is_meta for weight in policy.parameters())
+    processor = make_processor(family)
+    processor.has_mrope = False
+    with pytest.raises(ConfigError, match="get_rope_index gives other positions"):
+        load_policy(config, world, FsdpConfig(), processor=processor)
 
 
 def test_weights_with_another_shape_are_left_to_transformers(tmp_path: Path):
