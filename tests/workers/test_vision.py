@@ -53,6 +53,7 @@ from tests.fakes.vision_rows import (
     build,
     expected_log_probs,
     make_rows,
+    make_video_rows,
     naive_update,
     packed_update,
     picture_batch,
@@ -164,6 +165,17 @@ def test_log_probs_of_two_ranks_are_those_of_the_plain_model(
 ):
     for name in ("log_probs", "log_probs_without_exchange"):
         assert max(found[family, name] for found in of_ranks) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_after_videos_are_those_of_the_plain_model(world: World, family: str):
+    pytest.importorskip("torchvision", reason="the processors of videos need it")
+    lm, rows = make_vision_model(family), make_video_rows(family)
+    assert {len(row.spans) for row in rows} == ({3, 4} if family == "qwen3_vl" else {1, 2})
+    for budget in (4096, 60):
+        assert_scores(build(world, family, budget=budget), lm, rows)
+    found = packed_update(build(world, family), picture_batch(rows))
+    assert_equal(found, naive_update(family, rows=rows))
 
 
 # Packing.
