@@ -69,6 +69,11 @@ all keys of a token. Bytes on each device:
   `ulysses_sequence_parallel_size`th part) and each layer, 2 H (4 + 2 c) for two norms, 2 c (Q + K)
   for the attention and 4 c I for the MLP. With checkpointing c H for each layer, and all of one
   layer. Then c (3 I + 2 H) for each token while a layer is computed backward.
+- **pictures**, of a vision-language model: c H for each token of a picture, at most all tokens of
+  a micro-batch; Qwen3-VL has several such vectors. If the tower is trained, also its activations:
+  for each patch and block, c for each input and output of the linear modules, and two norms (with
+  checkpointing the input of each block, and all of one block). A frozen tower keeps none, has no
+  gradients and moments, and keeps up to 1 GiB of features in the host. W counts the tower.
 - **logits**: 2.5 times `actor.logits_block_bytes`.
 - **engine**, SGLang: `mem_fraction_static` (0.5) of what the trainer leaves free. c W / `tp_size`
   and the cache of one sequence must fit into it.

@@ -12,7 +12,6 @@ import psutil
 import torch
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
@@ -27,11 +26,12 @@ from agentrl.engines.transformers.cache_size import CACHE_MEMORY_FRAC, CONTIGUOU
 from agentrl.trainer.components import needs_critic
 from agentrl.trainer.setup.engine_factory import choose_engine
 from agentrl.workers.batches import CPU_MICRO_BATCH_TOKENS, DEVICE_MICRO_BATCH_TOKENS
-from agentrl.workers.load import load_hf_config
+from agentrl.workers.load import load_hf_config, model_class
 from agentrl.workers.log_probs import CPU_BLOCK_BYTES, DEVICE_BLOCK_BYTES
 from agentrl.workers.lora import inject_adapters
 from agentrl.workers.reward_model import as_model_config
 from agentrl.workers.value_model import choose_model
+from agentrl.workers.vision_tower import freeze_tower, tower_modules, tower_weights
 
 USABLE_FRAC = 0.9
 """Share of a device for what is counted; the rest is for kernels, their libraries and gaps."""
@@ -39,6 +39,42 @@ SGLANG_SHARE = 0.5
 """SGLang's share of the free memory if the trainer has the same device."""
 MAX_DEVICES = 1024
 FLOAT32 = 4
+
+
+class TowerSize(NamedTuple):
+    """The numbers of a vision tower that its memory depends on."""
+
+    num_weights: int
+    block_weights: int
+    """Those of all its blocks."""
+    num_blocks: int
+    hidden: int
+    linear_width: int
+    """Inputs and outputs of all linear modules of one block."""
+    patches_per_token: int
+    """Patches that become one token of the language model."""
+    num_features: int
+    """Vectors of the language model's width for each token (Qwen3-VL has several)."""
+
+    @classmethod
+    def of(cls, model: Any) -> "TowerSize | None":
+        """Measure the tower of a model that is built without memory; None: it has none."""
+        inside = list(tower_modules(model).values())
+        if not inside:
+            return None
+        kinds = set(model._no_split_modules or [])
+        blocks = [module for module in inside if type(module).__name__ in kinds]
+        linear = [one for one in blocks[-1].modules() if isinstance(one, torch.nn.Linear)]
+        vision = model.config.vision_config
+        return cls(
+            num_weights=sum(weight.numel() for weight in tower_weights(model)),
+            block_weights=sum(w.numel() for block in blocks for w in block.parameters()),
+            num_blocks=len(blocks),
+            hidden=linear[0].in_features,
+            linear_width=sum(one.in_features + one.out_features for one in linear),
+            patches_per_token=getattr(vision, "spatial_merge_size", 1) ** 2,
+            num_features=1 + len(getattr(vision, "deepstack_visual_indexes", None) or ()),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,75 +97,93 @@ class ModelSize:
     query_width: int
     key_width: int
     """Width of the keys of one token, and of its values."""
+    tower: TowerSize | None = None
+    """The vision tower; its weights are among those of the model."""
 
     @property
     def root_weights(self) -> int:
-        """Weights outside of the decoder layers: embeddings, last norm, head."""
-        return self.num_weights - self.num_layers * self.layer_weights
+        """Weights outside of the layers and of a tower's blocks: embeddings, last norm, head."""
+        blocks = 0 if self.tower is None else self.tower.block_weights
+        return self.num_weights - self.num_layers * self.layer_weights - blocks
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether only adapters are trained."""
+        return self.adapted_weights > 0
 
     @property
     def trained_layer_weights(self) -> int:
         """Trained weights of one decoder layer, as a mean with LoRA."""
-        has_adapters = self.trained_weights < self.num_weights
-        return self.trained_weights // self.num_layers if has_adapters else self.layer_weights
+        return self.trained_weights // self.num_layers if self.has_adapters else self.layer_weights
 
     @property
     def trained_root_weights(self) -> int:
         """Trained weights outside of the decoder layers; they have no adapters."""
-        return 0 if self.trained_weights < self.num_weights else self.root_weights
+        return 0 if self.has_adapters else self.root_weights
 
     @classmethod
     def of(
-        cls,
-        config: PretrainedConfig,
-        lora: ModelConfig | None = None,
-        *,
-        kind: Any = AutoModelForCausalLM,
+        cls, config: PretrainedConfig, model: ModelConfig | None = None, *, kind: Any = None
     ) -> "ModelSize":
         """Measure a model that is built without memory for its weights.
 
         Args:
             config: The model.
-            lora: Its adapters; None: it has none.
-            kind: The class of transformers that builds it.
+            model: Its adapters, and whether its tower is frozen; None: every weight is trained.
+            kind: The class of transformers that builds it; None: a language model with its head.
 
         Raises:
             ConfigError: if the adapters do not fit the model.
             MissingExtraError: for adapters without peft.
         """
         with torch.device("meta"):
-            model: Any = kind.from_config(config)
-        if lora is not None:
-            inject_adapters(model, lora)
-        kinds = set(model._no_split_modules or [])
-        layers = [module for module in model.modules() if type(module).__name__ in kinds]
-        sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
-        inner = [weight for layer in layers for weight in layer.parameters() if weight.ndim > 1]
-        attention = AttentionShape.of(config)
-        experts = getattr(config, "num_experts_per_tok", None) or 1
-        width = getattr(config, "moe_intermediate_size", None)
-        width = width or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+            lm: Any = (kind or model_class(config)).from_config(config)
+        if model is not None and model.freeze_vision_tower:
+            freeze_tower(lm)
+        if model is not None:
+            inject_adapters(lm, model)
+        kinds, inside = set(lm._no_split_modules or []), set(tower_modules(lm).values())
+        layers = [module for module in lm.modules() if type(module).__name__ in kinds]
+        decoder = [layer for layer in layers if layer not in inside]
+        sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in decoder]
+        trained = [weight for weight in lm.parameters() if weight.requires_grad]
+        matrices = {w for layer in layers for w in layer.parameters() if w.ndim > 1}
+        text = config.get_text_config()
+        attention = AttentionShape.of(text)
+        experts = getattr(text, "num_experts_per_tok", None) or 1
+        width = getattr(text, "moe_intermediate_size", None)
+        width = width or getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         return cls(
-            num_weights=sum(weight.numel() for weight in model.parameters()),
-            trained_weights=sum(w.numel() for w in model.parameters() if w.requires_grad),
+            num_weights=sum(weight.numel() for weight in lm.parameters()),
+            trained_weights=sum(weight.numel() for weight in trained),
             adapted_weights=sum(
-                w.numel() for name, w in model.named_parameters() if ".base_layer." in name
+                w.numel() for name, w in lm.named_parameters() if ".base_layer." in name
             ),
             layer_weights=max(sizes),
-            matrix_weights=sum(weight.numel() for weight in inner),
-            num_layers=len(layers),
-            hidden=config.hidden_size,
+            matrix_weights=sum(weight.numel() for weight in trained if weight in matrices),
+            num_layers=len(decoder),
+            hidden=text.hidden_size,
             intermediate=experts * width,
             query_width=attention.query_width,
             key_width=attention.key_width,
+            tower=TowerSize.of(lm),
         )
 
     @classmethod
-    def of_critic(cls, config: PretrainedConfig) -> "ModelSize":
-        """Measure a critic: the body of a causal LM with a scalar head."""
-        body = cls.of(config, kind=AutoModel)
-        num_weights = body.num_weights + config.hidden_size + 1
-        return replace(body, num_weights=num_weights, trained_weights=num_weights)
+    def of_critic(cls, config: PretrainedConfig, model: ModelConfig | None = None) -> "ModelSize":
+        """Measure a critic: the body of a causal LM with a scalar head.
+
+        Args:
+            config: The model.
+            model: Whether its tower is frozen; None: every weight is trained.
+        """
+        body = cls.of(config, model, kind=AutoModel)
+        head = body.hidden + 1
+        return replace(
+            body,
+            num_weights=body.num_weights + head,
+            trained_weights=body.trained_weights + head,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +262,26 @@ def activation_bytes_per_token(size: ModelSize, num_bytes: int, *, checkpointing
     if checkpointing:
         return size.num_layers * size.hidden * num_bytes + layer + norm
     return size.num_layers * layer + norm
+
+
+def picture_bytes_per_token(size: ModelSize, num_bytes: int, *, checkpointing: bool) -> int:
+    """Count what a token of a picture adds to the activations of a token of text.
+
+    These are its features, and if the tower is trained the activations of its patches: inputs and
+    outputs of the linear modules, and two norms. Checkpointing keeps the input of each block.
+    """
+    tower = size.tower
+    if tower is None:
+        return 0
+    features = tower.num_features * size.hidden * num_bytes
+    is_trained = not size.has_adapters and size.trained_weights == size.num_weights
+    if not is_trained:
+        return features
+    block = 2 * tower.hidden * (FLOAT32 + 2 * num_bytes) + tower.linear_width * num_bytes
+    kept = tower.num_blocks * block
+    if checkpointing:
+        kept = tower.num_blocks * tower.hidden * num_bytes + block
+    return features + tower.patches_per_token * kept
 
 
 def micro_batch_tokens(update: UpdateConfig, longest: int, machine: Machine) -> int:
@@ -353,6 +427,11 @@ def _work_parts(role: _Role, machine: Machine, width: int, longest: int) -> tupl
     # The gradients of the widest activations of a layer, while it is computed backward.
     backward = tokens * width * (3 * size.intermediate + 2 * size.hidden)
     parts.append(Part(f"{role.prefix}activations", tokens * per_token + backward, in_rollout=False))
+    if size.tower is not None:
+        # At most all tokens are of pictures.
+        checkpointing = role.checkpoints_activations
+        pictures = tokens * picture_bytes_per_token(size, width, checkpointing=checkpointing)
+        parts.append(Part(f"{role.prefix}pictures", pictures, in_rollout=False))
     if isinstance(update, ActorConfig):
         default = CPU_BLOCK_BYTES if machine.is_cpu else DEVICE_BLOCK_BYTES
         block = update.logits_block_bytes or default
@@ -521,7 +600,8 @@ def critic_size(config: RunConfig) -> ModelSize | None:
     """Measure the critic, if the run has one."""
     if not needs_critic(config):
         return None
-    return ModelSize.of_critic(load_hf_config(choose_model(config.critic.model, config.model)))
+    model = choose_model(config.critic.model, config.model)
+    return ModelSize.of_critic(load_hf_config(model), model)
 
 
 def _reward_model_size(config: RunConfig) -> ModelSize | None:

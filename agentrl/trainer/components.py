@@ -314,8 +314,11 @@ def check_policy(
         Notes for the user.
     """
     yield from find_unshared(config, policy)
-    if "model.freeze_vision_tower" in set_keys(config) and not has_vision(policy.config):
-        yield "model.freeze_vision_tower has no effect: the model has no vision tower"
+    key = "model.freeze_vision_tower"
+    # false is the default of verl's run files, for every model.
+    is_asked = key in set_keys(config) and config.model.freeze_vision_tower
+    if is_asked and not has_vision(policy.config):
+        yield f"{key} has no effect: the model has no vision tower"
     if doubt := find_doubt(config, policy, setup, data):
         yield doubt
 

@@ -205,13 +205,18 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
 @contextmanager
 def _config_of_files(config: PretrainedConfig, dtype: torch.dtype) -> Iterator[None]:
     """Give a configuration the dtype of the files, and no name of agentrl's attention."""
-    own = config._attn_implementation, config.dtype
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    # The parts after the whole: setting the attention of a whole sets that of its parts.
+    own = [(part, part._attn_implementation) for part in parts if part is not None]
+    own_dtype = config.dtype
     try:
         config._attn_implementation = "sdpa"
         config.dtype = dtype
         yield
     finally:
-        config._attn_implementation, config.dtype = own
+        config.dtype = own_dtype
+        for part, attention in own:
+            part._attn_implementation = attention
 
 
 def _link_other_files(old: Path, new: Path) -> None:

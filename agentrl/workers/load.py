@@ -18,20 +18,26 @@ from transformers import (
 
 from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
-from agentrl.engines.vision import has_vision
+from agentrl.engines.vision import check_vision, has_vision
 from agentrl.errors import ConfigError
+from agentrl.media.processor import MediaProcessor
 from agentrl.workers.distributed import World
 from agentrl.workers.lora import inject_adapters
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.sequence_parallel import check_heads
 from agentrl.workers.vision_tower import freeze_tower
-from agentrl.workers.weight_files import WeightFiles, init_buffers
+from agentrl.workers.weight_files import WeightFiles, init_buffers, stand_in_weights
 
 logger = logging.getLogger(__name__)
 
 
 def load_policy(
-    config: ModelConfig, world: World, fsdp: FsdpConfig, *, seed: int = 0
+    config: ModelConfig,
+    world: World,
+    fsdp: FsdpConfig,
+    *,
+    seed: int = 0,
+    processor: MediaProcessor | None = None,
 ) -> PolicyModel:
     """Load a model folder as a sharded policy. A collective.
 
@@ -43,12 +49,14 @@ def load_policy(
         world: The ranks that shard it.
         fsdp: Settings of the sharding.
         seed: Seed of new adapters.
+        processor: That of a vision-language model. A picture is then computed by the model's own
+            code too, and the results are compared; None: nothing is compared.
 
     Raises:
         MissingExtraError: for LoRA without peft.
         ConfigError: if there is no such model, its weights are incomplete, `override_config` has a
-            key that it does not have, it cannot be trained packed, its adapters do not fit, or the
-            ranks that compute a sequence together cannot divide its heads.
+            key that it does not have, it cannot be trained packed or with pictures, its adapters do
+            not fit, or the ranks that compute a sequence together cannot divide its heads.
     """
     hf_config = load_hf_config(config)
     if world.ranks_per_sequence > 1:
@@ -61,6 +69,9 @@ def load_policy(
         lm = load_causal_lm(config)
         if not world.is_alone and world.is_main:
             logger.info("every rank reads all weights of %s, which are converted", config.path)
+    if processor is not None:
+        with stand_in_weights(lm, world.device, torch.float32):
+            check_vision(lm, processor)
     if config.freeze_vision_tower:
         freeze_tower(lm)
     adapters = inject_adapters(lm, config, seed=seed)

@@ -26,6 +26,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 from agentrl.clients.classify import ClassifyClient
 from agentrl.config.schema.reward import RewardModelConfig
 from agentrl.config.schema.run import ModelConfig
+from agentrl.engines.vision import has_vision
 from agentrl.errors import AgentRLError, ConfigError, Fault, RewardError, ServiceError
 from agentrl.messages import Message
 from agentrl.rewards.rendering import (
@@ -315,7 +316,7 @@ def make_encoder(config: RewardModelConfig) -> ConversationEncoder:
     model = as_model_config(config)
     with _naming_reward():
         hf_config = load_hf_config(model)
-        _check_labels(hf_config, config.path)
+        _check_is_reward_model(hf_config, config.path)
         tokenizer = load_tokenizer(model)
         check_tokenizer(tokenizer, hf_config)
         template = ChatTemplate(tokenizer, custom_template=config.custom_chat_template)
@@ -415,7 +416,13 @@ def _place(lm: PreTrainedModel, config: RewardModelConfig, world: World) -> None
     fully_shard(lm, **shared)
 
 
-def _check_labels(hf_config: PretrainedConfig, path: str) -> None:
+def _check_is_reward_model(hf_config: PretrainedConfig, path: str) -> None:
+    if has_vision(hf_config):
+        raise ConfigError(
+            f"the model at {path} is a {hf_config.model_type}; reward models read text only",
+            key="model.path",
+            expected="a sequence-classification model of text",
+        )
     if hf_config.num_labels != 1:
         raise ConfigError(
             f"the model at {path} has {hf_config.num_labels} labels, so it is no reward model",

@@ -90,7 +90,7 @@ def find_disagreements(
         config: The model's configuration.
         path: The model's folder, for its `generation_config.json`.
     """
-    named = {name: _ids(config, name) for name in _SPECIAL_IDS}
+    named = {name: _ids(config.get_text_config(), name) for name in _SPECIAL_IDS}
     generation = _generation_config(path)
     if generation is not None:
         named = {name: ids | _ids(generation, name) for name, ids in named.items()}

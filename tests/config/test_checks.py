@@ -709,6 +709,14 @@ def test_a_key_that_has_no_effect_biases_nothing():
     ]
 
 
+def test_a_frozen_tower_has_no_effect_with_lora_unless_there_is_a_critic():
+    key, tower = "model.freeze_vision_tower", {"path": "m", "freeze_vision_tower": False}
+    assert key not in dead(model=tower)
+    for lora in ({"lora_rank": 4}, {"lora_adapter_path": "adapter"}):
+        assert key in dead(model=tower | lora)
+        assert key not in dead(model=tower | lora, algorithm={"adv_estimator": "gae"})
+
+
 def test_lora_reports_keys_without_effect_and_refuses_muon():
     keys = {"lora_alpha": 8, "target_modules": ["q_proj"], "exclude_modules": ["k_proj"]}
     own = {f"model.{name}" for name in keys}

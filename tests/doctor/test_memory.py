@@ -18,7 +18,18 @@ from agentrl.doctor.memory import (
     activation_bytes_per_token,
     check_memory,
     find_remedy,
+    picture_bytes_per_token,
     plan_memory,
+)
+from agentrl.engines.vision import compute_features
+from agentrl.workers.load import enable_checkpointing
+from agentrl.workers.vision_tower import tower_weights
+from tests.fakes.vision_models import (
+    load_picture,
+    make_processor,
+    make_vision_config,
+    make_vision_model,
+    random_picture,
 )
 
 TOKENS = 256
@@ -269,3 +280,49 @@ def test_the_remedy_has_the_keys_of_the_critic():
     size, critic = ModelSize.of(BIG), ModelSize.of_critic(BIG)
     remedy = find_remedy(size, config, machine, engine="sglang", critic=critic)
     assert remedy == "`critic.model.enable_gradient_checkpointing: true`, 8 devices"
+
+
+def test_a_tower_is_counted_next_to_the_language_part():
+    config = make_vision_config("qwen3_vl")
+    lm = make_vision_model("qwen3_vl")
+    tower = sum(weight.numel() for weight in tower_weights(lm))
+    size = ModelSize.of(config)
+    assert size.num_weights == size.trained_weights == sum(w.numel() for w in lm.parameters())
+    assert size.tower is not None
+    assert size.tower.num_weights == tower
+    assert size.tower.patches_per_token == 4
+    assert (size.num_layers, size.tower.num_blocks) == (2, 2)
+    frozen = ModelSize.of(config, ModelConfig(path="none"))
+    assert frozen.num_weights - frozen.trained_weights == tower
+    assert not frozen.has_adapters
+    critic = ModelSize.of_critic(config, ModelConfig(path="none"))
+    assert critic.num_weights - critic.trained_weights == tower
+    lora = ModelSize.of(config, ModelConfig(path="none", lora_rank=2))
+    assert lora.has_adapters
+    assert lora.root_weights == size.root_weights
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_of_pictures_are_about_those_that_a_trained_tower_keeps(checkpointing):
+    lm = make_vision_model("qwen3_vl")
+    if checkpointing:
+        enable_checkpointing(lm)
+        lm.train()
+    item = make_processor("qwen3_vl").process(load_picture(random_picture(0, (64, 64))))
+    own = {weight.untyped_storage().data_ptr() for weight in lm.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    item.inputs()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        (features,) = compute_features(lm, [item])
+    measured = features.nbytes + sum(
+        storage.nbytes() for key, storage in kept.items() if key not in own
+    )
+    size = ModelSize.of(lm.config)
+    computed = item.num_tokens * picture_bytes_per_token(size, 4, checkpointing=checkpointing)
+    assert computed == pytest.approx(measured, rel=0.35)

@@ -39,6 +39,7 @@ def share_of(world: World, family: str) -> DataProto:
     rows = make_rows(family)
     batch = picture_batch(rows)
     numbers = {uid: number for number, uid in enumerate(dict.fromkeys(row.uid for row in rows))}
+    assert batch.batch is not None
     batch.batch["batch_data_id"] = torch.tensor([numbers[row.uid] for row in rows])
     texts = [index for index, row in enumerate(rows) if not row.spans]
     if world.rank == world.size - 1:
@@ -49,15 +50,8 @@ def share_of(world: World, family: str) -> DataProto:
 
 def largest_distance(world: World, family: str, **settings: Any) -> float:
     """How far the log-probabilities of this rank's rows are from the plain ones."""
-    batch = share_of(world, family)
-    rows = {row.uid + str(row.advantage): row for row in make_rows(family)}
-    uids, advantages = batch.non_tensor_batch["uid"], batch.batch["advantages"][:, 0]
-    own = [
-        next(
-            row for row in rows.values() if row.uid == uid and abs(row.advantage - float(a)) < 1e-6
-        )
-        for uid, a in zip(uids, advantages, strict=True)
-    ]
+    batch, rows = share_of(world, family), make_rows(family)
+    own = [rows[int(name[1:])] for name in batch.non_tensor_batch["request_id"]]
     expected = expected_log_probs(make_vision_model(family), own)
     found = build(world, family, **settings).compute_log_probs(batch, temperature=TEMPERATURE)
     pairs = zip(found.log_probs, expected, strict=True)

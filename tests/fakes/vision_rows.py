@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,7 +14,7 @@ from agentrl.config.schema.training import FsdpConfig
 from agentrl.media.inputs import MultiModalInputs
 from agentrl.media.positions import place_runs
 from agentrl.media.processor import MediaProcessor
-from agentrl.media.records import MediaSpan
+from agentrl.media.records import LoadedMedia, MediaKind, MediaSpan, Video
 from agentrl.protocol import DataProto
 from agentrl.protocol.columns import object_array
 from agentrl.workers.actor import Actor
@@ -26,9 +27,13 @@ from agentrl.workers.vision_tower import freeze_tower
 from tests.fakes.training import GradientTrap, Layout, Row, make_actor, make_batch
 from tests.fakes.update_equality import Update
 from tests.fakes.vision_models import (
+    MERGE,
+    PATCH,
     encode_with_media,
     load_picture,
+    make_hf_processor,
     make_processor,
+    make_vision_config,
     make_vision_model,
     random_picture,
 )
@@ -59,13 +64,14 @@ def picture_row(
 
     Args:
         processor: Of the model.
-        parts: Texts, and numbers of pictures with their sizes: `(seed, (width, height))`.
+        parts: Texts, records of media, and numbers of pictures with their sizes:
+            `(seed, (width, height))`.
         num_prompt_parts: How many of them are the prompt.
         mask_of: Whether the token of the response with an index is trained.
         **fields: Of the row.
     """
     loaded = [
-        part if isinstance(part, str) else load_picture(random_picture(*part)) for part in parts
+        load_picture(random_picture(*part)) if isinstance(part, tuple) else part for part in parts
     ]
     ids, runs = encode_with_media(processor, loaded)
     length = len(encode_with_media(processor, loaded[:num_prompt_parts])[0])
@@ -80,9 +86,9 @@ def make_rows(family: str) -> tuple[PictureRow, ...]:
     """Seven rows of four groups.
 
     Two samples of one prompt with a picture, of which one sees another picture later. A prompt of
-    the same text with a picture of another content and the same size. Two rows of text, and one of
-    two pictures whose response ends with a picture. A row that samples a placeholder token, which
-    is a plain token.
+    the same text with a picture of another content and the same size. Two rows of text. One row of
+    two pictures, with a third one after the last trained token. A row that samples a placeholder
+    token, which is a plain token.
     """
     processor = make_processor(family)
 
@@ -106,12 +112,50 @@ def make_rows(family: str) -> tuple[PictureRow, ...]:
         row("b", 0.5, again, ["A cat on a mat."]),
         row("c", -1.1, ["Count to three: "], ["one two three"]),
         row("c", 0.4, ["Count to three: "], ["one two"]),
-        row("d", 0.9, [first, wide, "Same?"], ["No. ", other]),
+        row("d", 0.9, [first, wide, "Same?"], ["No. ", other], lambda at: at < 3),
     ]
     ids = processor.placeholder_ids
     sampled = [*b"abc", *ids.values(), *b"def"]
     rows.append(PictureRow([*b"Say it: "], sampled, [1] * len(sampled), uid="b", advantage=-0.6))
     return tuple(rows)
+
+
+def make_video_rows(family: str) -> tuple[PictureRow, ...]:
+    """Two samples of a prompt with a video, and one of a prompt with a picture and another video.
+
+    The processors of videos need torchvision.
+    """
+    processor = with_videos(family)
+    frames = np.random.default_rng(0).integers(0, 256, (2, 6, 32, 24, 3), dtype=np.uint8)
+    first, second = (
+        LoadedMedia(MediaKind.VIDEO, Video(one, 2.0), f"video {index}")
+        for index, one in enumerate(frames)
+    )
+
+    def row(parts: Sequence[Any], uid: str, advantage: float) -> PictureRow:
+        return picture_row(processor, parts, 3, lambda _: 1, uid=uid, advantage=advantage)
+
+    return (
+        row(["See ", first, " now.", "It is a film."], "a", 1.0),
+        row(["See ", first, " now.", "It is none."], "a", -0.7),
+        row([(1, (32, 24)), " and ", second, "are two."], "b", 0.4),
+    )
+
+
+def with_videos(family: str) -> MediaProcessor:
+    """The processor of a small model of a family, also for videos."""
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    made = make_hf_processor(family)
+    video_class = Qwen3VLVideoProcessor if family == "qwen3_vl" else Qwen2VLVideoProcessor
+    made.video_processor = video_class(
+        patch_size=PATCH,
+        merge_size=MERGE,
+        temporal_patch_size=2,
+        size={"shortest_edge": 128, "longest_edge": 32_768},
+    )
+    return MediaProcessor(made, make_vision_config(family))
 
 
 def picture_batch(rows: Sequence[PictureRow], layout: Layout | None = None) -> DataProto:
@@ -131,10 +175,11 @@ def plain_inputs(lm: PreTrainedModel, row: PictureRow) -> dict[str, Tensor]:
         # Its code takes every placeholder for a picture, also one that was sampled.
         return {"inputs_embeds": lm.get_input_embeddings()(ids)}
     inputs = {"input_ids": ids, **MultiModalInputs(row.spans)}
-    if "image_grid_thw" in inputs:
+    if "image_grid_thw" in inputs or "video_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = torch.zeros_like(ids, dtype=torch.int32)
         for span in row.spans:
-            inputs["mm_token_type_ids"][0, span.start : span.end] = 1
+            kind = 1 + (span.item.kind is MediaKind.VIDEO)
+            inputs["mm_token_type_ids"][0, span.start : span.end] = kind
     return inputs
 
 
@@ -162,12 +207,14 @@ def expected_log_probs(lm: PreTrainedModel, rows: Sequence[PictureRow]) -> list[
     return [plain_log_probs(lm, row) * torch.tensor(row.mask) for row in rows]
 
 
-def naive_update(family: str, *, is_frozen: bool = False) -> Update:
-    """The loss of `make_rows`, and its gradient, without packing."""
+def naive_update(
+    family: str, *, is_frozen: bool = False, rows: Sequence[PictureRow] | None = None
+) -> Update:
+    """The loss of some rows, and its gradient, without packing; None: those of `make_rows`."""
     lm = make_vision_model(family)
     if is_frozen:
         freeze_tower(lm)
-    loss = plain_loss(lm, make_rows(family))
+    loss = plain_loss(lm, rows or make_rows(family))
     loss.backward()
     found = {name: weight.grad for name, weight in lm.named_parameters() if weight.grad is not None}
     return Update(loss.item(), found)

@@ -33,6 +33,7 @@ from tests.fakes.reward_models import (
     make_reward_model,
     run_now,
 )
+from tests.fakes.vision_models import make_vision_config
 
 ROWS = st.lists(
     st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40), min_size=1, max_size=8
@@ -168,6 +169,13 @@ def test_a_model_with_two_labels_is_refused(tmp_path: Path, world: World):
     folder = make_reward_model(tmp_path, build_reward_model(num_labels=2))
     with pytest.raises(ConfigError, match="2 labels") as caught:
         load(folder, world)
+    assert caught.value.details["key"] == "reward.model.path"
+
+
+def test_a_model_that_reads_pictures_is_refused(tmp_path: Path):
+    make_vision_config("qwen3_vl").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="reward models read text only") as caught:
+        make_encoder(RewardModelConfig(path=str(tmp_path)))
     assert caught.value.details["key"] == "reward.model.path"
 
 
