@@ -1,6 +1,8 @@
 """Engine calls as SGLang requests: parameters, answers, aborts."""
 
 import asyncio
+import base64
+import io
 import itertools
 import math
 import time
@@ -9,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from agentrl.engines.protocol import (
     Completion,
@@ -21,7 +24,7 @@ from agentrl.engines.protocol import (
 from agentrl.engines.sglang.backend import JsonFields, Sampler
 from agentrl.engines.stopping import Decode, StopCheck
 from agentrl.errors import EngineError
-from agentrl.media.records import MediaSpan
+from agentrl.media.records import MediaItem, MediaKind, MediaSpan
 
 FIRST_VERSION = "default"
 """SGLang's default name of the weights that it was started with."""
@@ -105,12 +108,14 @@ async def complete(
             f"the input has {len(call.input_ids)} tokens, the engine's limit is {max_model_len}",
             request_id=call.request_id,
         )
-    answer = Answer()
+    answer, pictures = Answer(), encode_pictures(call)
     while True:
         rest = replace(sampling, max_new_tokens=max_tokens - len(answer.token_ids))
-        output = await sampler.generate(
-            generate_fields([*call.input_ids, *answer.token_ids], rest, key)
-        )
+        ids = [*call.input_ids, *answer.token_ids]
+        fields = generate_fields(without_repeats(ids, call.media), rest, key)
+        output = await sampler.generate(fields | pictures)
+        if pictures:
+            _check_prompt(output, len(ids), call.request_id)
         answer.append(output)
         reason = _reason(output, answer.token_ids, stop, max_tokens)
         if reason is not None:
@@ -246,6 +251,60 @@ class BaseSGLangEngine(ABC):
         """End the running calls of a request; they return what they have sampled."""
         calls = [call for call in self._running if call.request_id == request_id]
         await asyncio.gather(*(call.abort() for call in calls))
+
+
+def encode_pictures(call: EngineCall) -> dict[str, Any]:
+    """Return the images of a call as fields of SGLang's `GenerateReqInput`.
+
+    Raises:
+        EngineError: The call has a video.
+    """
+    if any(span.item.kind is not MediaKind.IMAGE for span in call.media):
+        raise EngineError(
+            "SGLang engines take images, but no videos yet",
+            request_id=call.request_id,
+            expected="rollout.engine.name: transformers",
+        )
+    return {"image_data": [_as_url(span.item) for span in call.media]} if call.media else {}
+
+
+def without_repeats(ids: list[int], media: Sequence[MediaSpan]) -> list[int]:
+    """Return tokens with one placeholder for each image: SGLang repeats it, and keeps the others.
+
+    Example:
+        >>> without_repeats([5, 9, 9, 9, 6], [MediaSpan(1, 4, item, 0, 1)])
+        [5, 9, 6]
+    """
+    kept, at = list[int](), 0
+    for span in media:
+        kept += ids[at : span.start + 1]
+        at = span.end
+    return [*kept, *ids[at:]]
+
+
+_urls: "WeakKeyDictionary[MediaItem, str]" = WeakKeyDictionary()
+"""Images as data URLs; each turn of a request sends all of its images."""
+
+
+def _as_url(item: MediaItem) -> str:
+    if (found := _urls.get(item)) is None:
+        buffer = io.BytesIO()
+        item.loaded.data.save(buffer, "PNG", compress_level=1)
+        found = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        _urls[item] = found
+    return found
+
+
+def _check_prompt(output: JsonFields, num_tokens: int, request_id: str) -> None:
+    """Check that SGLang read as many tokens as the ledger has."""
+    found = output["meta_info"].get("prompt_tokens", num_tokens)
+    if found != num_tokens:
+        raise EngineError(
+            f"SGLang read {found} tokens, the request has {num_tokens}",
+            request_id=request_id,
+            expected="the same processor settings: data.mm_processor_kwargs are not sent to "
+            "SGLang; write them into the model's preprocessor_config.json",
+        )
 
 
 def generate_fields(input_ids: list[int], sampling: SamplingParams, key: str) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class SGLangEngine(BaseSGLangEngine):
     ) -> Completion:
         """Continue `input_ids` (see `Engine.generate`)."""
         async with self._barrier.call():
-            return await super().generate(input_ids, sampling, request_id=request_id)
+            return await super().generate(input_ids, sampling, request_id=request_id, media=media)
 
     async def update_weights(
         self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", *, version: int
