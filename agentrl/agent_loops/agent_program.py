@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from agentrl.rollout.records import AgentRun
 from agentrl.sandbox.base import Execution, ExecutionEnd
 from agentrl.sandbox.factory import SharedSandbox, check_sandbox
 
+IN_TIME = "an agent that ends before rollout.agent.timeout_s and rollout.request_timeout_s"
 _ISOLATED = Path(__file__).with_name("isolated.py")
 _UNLIMITED = 1 << 48
 _NOT_INHERITED = (
@@ -76,10 +78,9 @@ class AgentProgram:
             limits = limits.model_copy(update={"provider": "subprocess", "trusted": True})
         self._gateway = gateway
         self._sandbox = SharedSandbox(limits)
-        self._command = _absolute(command)
+        self._command, self._files = check_command(config, command)
         self._readable = _readable(self._command)
         self._env = {**_inherited(), **config.env}
-        self._files = {path.name: _read_file(path) for path in config.files}
 
     async def __call__(self, record: AgentRecord, timeout_s: float) -> Outcome:
         """Run the program once."""
@@ -114,6 +115,26 @@ class AgentProgram:
     async def close(self) -> None:
         """Kill the programs that run. May be called twice."""
         await self._sandbox.close()
+
+
+def check_command(config: AgentConfig, command: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return a command with absolute paths, and the files of its folder by name.
+
+    Raises:
+        ConfigError: If the program, its script or a file does not exist.
+    """
+    files = {path.name: _read_file(path) for path in config.files}
+    program, *arguments = command
+    script = arguments[0] if arguments else ""
+    is_script = script.endswith(".py") and re.fullmatch(r"python[\d.]*", Path(program).name)
+    if is_script and not (Path(script).is_file() or script in files):
+        raise ConfigError(
+            f"no file {script}",
+            key="rollout.agent.command",
+            expected="an existing script, or the name of one of rollout.agent.files",
+            **({} if Path(script).is_absolute() else {"looked_in": os.getcwd()}),
+        )
+    return _absolute(command), files
 
 
 def call_in_process(path: str) -> list[str]:
@@ -196,11 +217,13 @@ def _describe_end(execution: Execution, timeout_s: float) -> AgentError:
         ExecutionEnd.KILLED: "it was killed",
         ExecutionEnd.ERROR: f"it ended with exit code {execution.exit_code}",
     }
+    is_late = execution.end is ExecutionEnd.TIMEOUT
     said = shorten((execution.stderr or execution.stdout).strip(), 800)
     return AgentError(
         f"the agent's program failed: {ends[execution.end]}",
         exit_code=execution.exit_code,
         output=said or None,
+        expected=IN_TIME if is_late else None,
     )
 
 

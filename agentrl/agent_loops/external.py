@@ -7,13 +7,19 @@ the request ends: see `ExternalAgent`.
 """
 
 import asyncio
+import inspect
 import math
 import os
 import time
 from collections.abc import Callable
 from typing import Any, cast
 
-from agentrl.agent_loops.agent_program import AgentProgram, call_in_process
+from agentrl.agent_loops.agent_program import (
+    IN_TIME,
+    AgentProgram,
+    call_in_process,
+    check_command,
+)
 from agentrl.agent_loops.agent_record import (
     AgentRecord,
     Outcome,
@@ -163,7 +169,9 @@ class AgentFunction:
             outcome.reward = check_reward(found)
         except CallTimeoutError:
             outcome.run.end, outcome.is_late = "timeout", True
-            outcome.error = AgentError(f"the agent {self._path} ran for more than {timeout_s:g} s")
+            outcome.error = AgentError(
+                f"the agent {self._path} ran for more than {timeout_s:g} s", expected=IN_TIME
+            )
         except Exception as error:  # noqa: BLE001 - the boundary around users' code
             outcome.run.end = "error"
             outcome.run.stderr = traceback_of(error)
@@ -186,4 +194,31 @@ def _load_function(config: AgentConfig) -> Callable[[AgentRecord], Any]:
             key="rollout.agent.python",
             expected="a function that takes an AgentRecord",
         )
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"{config.python!r} cannot be called with one argument: {error}",
+            key="rollout.agent.python",
+            expected="a function that takes an AgentRecord",
+        ) from None
+    except ValueError:  # some callables written in C have no signature
+        pass
     return cast("Callable[[AgentRecord], Any]", function)
+
+
+def check_external(config: AgentConfig, *, runs_here: bool = True) -> None:
+    """Check that an external agent exists, without starting anything.
+
+    Args:
+        config: `rollout.agent`.
+        runs_here: Whether its program runs on this machine; if not, only a function is checked.
+
+    Raises:
+        ConfigError: If the program, one of its files or the function does not exist.
+        PluginError: If the module of the function cannot be imported.
+    """
+    if config.python is not None:
+        _load_function(config)
+    elif config.command is not None and runs_here:
+        check_command(config, config.command)

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from agentrl.agent_loops.base import AgentLoopBase
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, did_you_mean
 from agentrl.plugins import load_class, load_object
 from agentrl.plugins.from_verl import translate
 
@@ -28,6 +28,12 @@ VERL_LOOPS = (
     "verl.experimental.agent_loop.SingleTurnAgentLoop",
 )
 """Class paths of verl's loops that `agentrl.compat` has too."""
+_OFFERED = frozenset({
+    *("self", "trainer_config", "server_manager", "tokenizer", "processor", "dataset_cls"),
+    *("data_config", "dataset_config", "hf_model_type", "tools"),
+})  # fmt: skip
+"""Arguments that agentrl passes to constructors."""
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 L = TypeVar("L", bound=type[AgentLoopBase])
 
 
@@ -38,6 +44,33 @@ class LoopEntry:
     name: str
     loop: type[AgentLoopBase]
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def check(self, *, file: Path | None = None) -> None:
+        """Check that the constructor takes the entry's arguments and needs no others.
+
+        Raises:
+            ConfigError: With the argument that is unknown or missing.
+        """
+        parameters = inspect.signature(self.loop.__init__).parameters.values()
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        if self.loop.__init__ is AgentLoopBase.__init__:  # passes the rest to `init_class`
+            takes_all = _implementation(self.loop) is not _implementation(AgentLoopBase)
+        named = {one.name: one for one in parameters if one.kind in _NAMED}
+        own = [name for name in named if name not in _OFFERED]
+        for name in self.arguments:
+            if name not in named and not takes_all:
+                self._refuse(f"has no argument {name!r}" + did_you_mean(name, own), own, file)
+        for name in own:
+            if named[name].default is inspect.Parameter.empty and name not in self.arguments:
+                self._refuse(f"needs the argument {name!r}, which its entry lacks", own, file)
+
+    def _refuse(self, what: str, own: list[str], file: Path | None) -> None:
+        raise ConfigError(
+            f"the agent loop {self.name!r}: {self.loop.__name__} {what}",
+            file=file,
+            key=None if file else "rollout.agent.default_agent_loop",
+            expected=f"arguments of its constructor: {', '.join(own) or 'it has none of its own'}",
+        )
 
     def build(self, offered: Mapping[str, Any]) -> AgentLoopBase:
         """Build the loop of one request.
@@ -53,6 +86,11 @@ class LoopEntry:
         wanted = offered.keys() - {"dataset_config"} if takes_all else named
         arguments = {k: v for k, v in offered.items() if k in wanted or k in named}
         return self.loop(**{**arguments, **_instantiate_all(self.arguments)})
+
+
+def _implementation(loop: type[AgentLoopBase]) -> object:
+    """Return the function of `init_class`, which gets the arguments too."""
+    return getattr(loop.init_class, "__func__", loop.init_class)
 
 
 _REGISTERED: dict[str, LoopEntry] = {}
@@ -86,7 +124,8 @@ def load_agent_loops(path: Path) -> dict[str, LoopEntry]:
     """Load the loops of a YAML file. Their classes are imported and checked, and not built.
 
     Raises:
-        ConfigError: If the file is no list of entries with `name` and `_target_`.
+        ConfigError: If the file is no list of entries with `name` and `_target_`, or a constructor
+            does not take the arguments of its entry.
         PluginError: If a class cannot be imported, or is no agent loop.
     """
     key = "rollout.agent.agent_loop_config_path"
@@ -100,13 +139,14 @@ def load_agent_loops(path: Path) -> dict[str, LoopEntry]:
         if not isinstance(entry, dict) or not all(
             isinstance(entry.get(name), str) for name in ("name", TARGET)
         ):
-            raise ConfigError(f"entry {index} is {entry!r}", file=path, key=key, expected=expected)
+            raise ConfigError(f"entry {index} is {entry!r}", file=path, expected=expected)
         arguments = {str(name): value for name, value in entry.items()}
         name, target = arguments.pop("name"), arguments.pop(TARGET)
         if name in found:
-            raise ConfigError(f"two agent loops are named {name!r}", file=path, key=key)
+            raise ConfigError(f"two agent loops are named {name!r}", file=path)
         target = translate(target, VERL_LOOPS, base="agentrl.agent_loops.AgentLoopBase")
         found[name] = LoopEntry(name, load_class(target, AgentLoopBase, file=path), arguments)
+        found[name].check(file=path)
     return found
 
 

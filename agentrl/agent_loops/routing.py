@@ -7,7 +7,7 @@ and in rollout workers.
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.agent_loops.external import ExternalAgent
+from agentrl.agent_loops.external import ExternalAgent, check_external
 from agentrl.agent_loops.gateway import Gateway, GatewaySettings
 from agentrl.agent_loops.registry import LoopEntry, load_agent_loops, registered_loops
 from agentrl.agent_loops.runner import AgentLoopRunner
@@ -42,24 +42,53 @@ def make_run(config: RunConfig, tokenizer: Any) -> "AgentRouter":
         ConfigError: If the configured agent does not exist.
     """
     agent = config.rollout.agent
+    loops = load_loops(config)
     agents: dict[str, RunRequest] = {TOOL_AGENT: run_request}
-    path = agent.agent_loop_config_path
-    loops = {SINGLE_TURN: LoopEntry(SINGLE_TURN, SingleTurnAgentLoop), **registered_loops()}
-    loops |= load_agent_loops(path) if path is not None else {}
     for name, entry in loops.items():
         agents[name] = AgentLoopRunner(entry, config, tokenizer)
     if agent.is_external:
         gateway = Gateway(GatewaySettings.of(agent.gateway))
         agents[EXTERNAL] = external = ExternalAgent(agent, gateway)
         return AgentRouter(agents, default=EXTERNAL, external=external)
-    if agent.default_agent_loop not in agents:
-        raise ConfigError(
-            f"no agent is named {agent.default_agent_loop!r}"
-            + did_you_mean(agent.default_agent_loop, agents),
-            key="rollout.agent.default_agent_loop",
-            expected=f"one of {', '.join(sorted(agents))}",
-        )
     return AgentRouter(agents, default=agent.default_agent_loop)
+
+
+def load_loops(config: RunConfig) -> dict[str, LoopEntry]:
+    """Load the agent loops of a run, by name.
+
+    Raises:
+        ConfigError: If the default loop does not exist, or `agent_loop_config_path` is wrong.
+        PluginError: If a class cannot be imported, or is no agent loop.
+    """
+    agent = config.rollout.agent
+    path, default = agent.agent_loop_config_path, agent.default_agent_loop
+    loops = {SINGLE_TURN: LoopEntry(SINGLE_TURN, SingleTurnAgentLoop), **registered_loops()}
+    loops |= load_agent_loops(path) if path is not None else {}
+    if default in loops:
+        loops[default].check()
+    elif default != TOOL_AGENT:
+        names = [TOOL_AGENT, *loops]
+        raise ConfigError(
+            f"no agent is named {default!r}" + did_you_mean(default, names),
+            key="rollout.agent.default_agent_loop",
+            expected=f"one of {', '.join(sorted(names))}; `@register` adds a name if the key "
+            "`plugins` names its module",
+        )
+    return loops
+
+
+def check_agents(config: RunConfig) -> frozenset[str]:
+    """Check that the agents of a run exist, without starting anything; return their names.
+
+    Raises:
+        ConfigError: See `make_run`.
+        PluginError: For the module of a function or class that cannot be imported.
+    """
+    names, agent = {TOOL_AGENT, *load_loops(config)}, config.rollout.agent
+    if agent.is_external:
+        check_external(agent, runs_here=not config.asks_for_cluster)
+        names.add(EXTERNAL)
+    return frozenset(names)
 
 
 class AgentRouter:

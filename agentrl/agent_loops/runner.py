@@ -6,12 +6,13 @@ and a failure is recorded on it (a failed request is data).
 
 import asyncio
 import copy
+import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from agentrl.agent_loops.base import DictConfigWrap, ToolListWrap
+from agentrl.agent_loops.base import AgentLoopBase, DictConfigWrap, ToolListWrap
 from agentrl.agent_loops.output import AgentLoopOutput
 from agentrl.agent_loops.reconcile import read_outputs
 from agentrl.agent_loops.recording import (
@@ -99,8 +100,7 @@ class AgentLoopRunner:
 
         async def run() -> list[AgentLoopOutput]:
             loop = self._entry.build(self._offer(context) | {"server_manager": manager})
-            returned = await loop.run(sampling_params(request), **make_row(request))
-            return read_outputs(returned)
+            return read_outputs(await _call_run(loop, sampling_params(request), make_row(request)))
 
         name, idle_s = f"agent loop {self._entry.name}", self._config.rollout.agent.loop_timeout_s
         timeout_s = request.budgets.timeout_s or NO_TIMEOUT_S
@@ -141,6 +141,29 @@ class AgentLoopRunner:
                 "tools": ToolListWrap([tool_view(tool) for tool in context.tools]),
             }
         return self._shared
+
+
+def _call_run(loop: AgentLoopBase, sampling: dict[str, Any], row: dict[str, Any]) -> Awaitable[Any]:
+    """Call `run` of a loop.
+
+    Raises:
+        AgentError: If it does not take the row, or is no `async def`.
+    """
+    name = f"{type(loop).__name__}.run"
+    try:
+        returned: Any = loop.run(sampling, **row)
+    except TypeError as error:  # a coroutine function only binds its arguments here
+        raise AgentError(
+            f"{name} cannot be called with the row: {error}",
+            row=", ".join(sorted(row)),
+            expected="async def run(self, sampling_params, **row)",
+        ) from error
+    if not inspect.isawaitable(returned):
+        raise AgentError(
+            f"{name} is no `async def`: it returned a {type(returned).__name__}",
+            expected="async def run(self, sampling_params, **row)",
+        )
+    return returned
 
 
 async def _end_at_limit(

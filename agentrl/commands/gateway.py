@@ -1,8 +1,10 @@
 """`agentrl gateway`: the policy of a run file, for agents that are started by hand."""
 
 import asyncio
+import errno
 import secrets
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from agentrl.commands.rollout import load_engine
 from agentrl.commands.run_file import RunFile
 from agentrl.commands.train import open_run
 from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
 from agentrl.rollout.failures import describe_failure, find_fault
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -48,9 +51,11 @@ def gateway_from_file(file: RunFile, options: GatewayOptions, *, say: Say) -> No
     """Serve the policy until SIGINT (Ctrl-C) or SIGTERM, then end and save the open sessions.
 
     Raises:
-        AgentRLError: if the model, its template or the engine cannot be used.
-        OSError: if the port is in use, or the file of the sessions cannot be written.
+        AgentRLError: if the address is in use, or the model, its template or the engine cannot be
+            used.
+        OSError: if the file of the sessions cannot be written.
     """
+    check_address(options)
     with open_run(file) as run:
         out = options.out or Path(run.config.trainer.default_local_dir) / "sessions.jsonl"
         claim_file(out, key="--out")
@@ -74,6 +79,44 @@ def gateway_from_file(file: RunFile, options: GatewayOptions, *, say: Say) -> No
         asyncio.run(serve())
 
 
+def check_address(options: GatewayOptions) -> None:
+    """Check that a server can listen on the address, before anything is prepared or loaded.
+
+    Raises:
+        ConfigError: If the address is in use, or is no address of this machine.
+    """
+    try:
+        found = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            trial.bind(address)
+    except OSError as error:
+        raise _address_error(error, options) from error
+
+
+def _address_error(error: OSError, options: GatewayOptions) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"port {options.port} of {options.host} is in use by another program",
+            key="--port",
+            expected="another port, or 0 for a free one",
+        )
+    if error.errno == errno.EACCES:
+        return ConfigError(
+            f"this user may not listen on port {options.port}",
+            key="--port",
+            expected="a port from 1024 on, or 0 for a free one",
+        )
+    return ConfigError(
+        f"the gateway cannot listen on {options.host!r}: {error.strerror or error}",
+        key="--host",
+        expected="an address of this machine: 127.0.0.1, or 0.0.0.0 for agents on other machines",
+    )
+
+
 async def _serve(
     config: RunConfig, manager: RolloutManager, options: GatewayOptions, out: Path, say: Say
 ) -> None:
@@ -81,9 +124,7 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     try:
-        keys = config.rollout.agent.gateway
-        settings = GatewaySettings.of(keys, host=options.host, port=options.port)
-        async with OpenSessions(config, manager, settings, out) as sessions:
+        async with OpenSessions(config, manager, options, out) as sessions:
             for line in sessions.describe(await sessions.open()):
                 say(line)
             await stop.wait()
@@ -99,17 +140,18 @@ class OpenSessions:
     Args:
         config: The run.
         manager: Has the budgets, the sampling parameters and the context of requests.
-        settings: Of the gateway.
+        options: Has the address.
         out: File to which each session with a call is appended.
     """
 
     def __init__(
-        self, config: RunConfig, manager: RolloutManager, settings: GatewaySettings, out: Path
+        self, config: RunConfig, manager: RolloutManager, options: GatewayOptions, out: Path
     ) -> None:
         self.num_saved = 0
         self.admin_key = f"agentrl-admin-{secrets.token_urlsafe(24)}"
         self._config = config
         self._manager = manager
+        self._options = options
         self._out = out
         self._pictures = PictureCollector()
         self._num_opened = 0
@@ -118,10 +160,15 @@ class OpenSessions:
             web.post("/sessions", self._post),
             web.delete("/sessions/{key}", self._delete),
         ]
+        keys = config.rollout.agent.gateway
+        settings = GatewaySettings.of(keys, host=options.host, port=options.port)
         self._gateway = Gateway(settings, routes=routes)
 
     async def __aenter__(self) -> "OpenSessions":
-        await self._gateway.start()
+        try:
+            await self._gateway.start()
+        except OSError as error:  # another program took the port after `check_address`
+            raise _address_error(error, self._options) from error
         return self
 
     async def __aexit__(self, *_: object) -> None:

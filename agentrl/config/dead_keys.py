@@ -166,6 +166,9 @@ def may_use(config: RunConfig, *names: str) -> bool:
 CONDITIONS: Mapping[str, Callable[[RunConfig], bool]] = {
     "has_no_tools": lambda c: not (has_tools(c) or c.rollout.agent.is_external),
     "has_external_agent": lambda c: c.rollout.agent.is_external,
+    "shows_no_tools": lambda c: (
+        c.rollout.agent.is_external and c.prepare.tiny_policy is None and c.prepare.sft is None
+    ),
     "has_no_external_agent": lambda c: not c.rollout.agent.is_external,
     "has_idle_tools": lambda c: why_no_call(c) is not None,
     "calls_no_tool": lambda c: (

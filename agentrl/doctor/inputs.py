@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from jsonschema import SchemaError
 
+from agentrl.agent_loops.routing import check_agents
 from agentrl.config import KeyNote, RunConfig, check_config, naming_origin, read_config
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.data.prepare.manifest import is_made
@@ -78,7 +79,7 @@ def check_run_file(run_file: Path, overrides: Sequence[str]) -> Checked[RunConfi
 
 
 def check_plugins(config: RunConfig) -> Checked[Plugins]:
-    """Build the plug-ins that the run file names, and check the tools' schemas.
+    """Build the plug-ins that the run file names; check the agents and the tools' schemas.
 
     Raises:
         AgentRLError: for a YAML or a class path that cannot be used.
@@ -88,6 +89,10 @@ def check_plugins(config: RunConfig) -> Checked[Plugins]:
     users = ", ".join(plugins.interactions) or "none"
     found = f"tools: {tools}; interactions: {users}; reward: {config.reward.manager}"
     wrong: list[str] = []
+    try:
+        check_agents(config)
+    except AgentRLError as error:
+        wrong.append(str(error))
     for tool in plugins.tools:
         try:
             parameters = tool.tool_schema.function.parameters

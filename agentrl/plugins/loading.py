@@ -54,7 +54,7 @@ def load_object(path: str, *, file: str | Path | None = None) -> Any:
 
 def _find(path: str, file: str | Path | None, base: type | None) -> Any:
     module_path, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
-    if not module_path or not name:
+    if not module_path or not name or (":" not in path and path.endswith(".py")):
         raise PluginError(
             f"{path!r} is no path to a Python object",
             file=file,

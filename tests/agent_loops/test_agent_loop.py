@@ -311,6 +311,35 @@ async def test_what_a_loop_raises_fails_its_request_and_keeps_its_tokens():
     assert (await drive(NotBuilt)).state is RequestState.FAILED
 
 
+class WantsColumn(Raising):
+    async def run(self, sampling_params: Any, *, question: str) -> AgentLoopOutput:  # type: ignore
+        raise AssertionError(question)
+
+
+class Plain(Raising):
+    def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"), [(WantsColumn, "WantsColumn.run cannot be called"), (Plain, "`async def`")]
+)
+async def test_a_run_with_another_signature_fails_its_request(
+    loop: type[AgentLoopBase], message: str
+):
+    request = await drive(loop)
+    assert request.error is not None
+    assert request.error.fault is Fault.AGENT
+    assert message in request.error.message
+    assert "async def run(self, sampling_params, **row)" in request.error.message
+
+
+async def test_a_row_without_the_column_of_a_loop_names_its_columns():
+    request = await drive(WantsColumn)
+    assert request.error is not None
+    assert "data_source, extra_info" in request.error.message
+
+
 async def test_a_loop_that_hangs_ends_at_its_limits():
     idle = await drive(Hanging, config=config_of(loop_timeout_s=0.05))
     assert idle.error is not None
@@ -582,6 +611,21 @@ class Configured(TurnsLoop):
         ("- {name: a, _target_: no.such.Loop}", PluginError, "no.such"),
         ("- {name: a, _target_: agentrl.tools.BaseTool}", PluginError, "AgentLoopBase"),
         ("- [", ConfigError, "agent_loop_config_path"),
+        (
+            f"- {{name: a, _target_: '{__file__}:Raising', greeting: hi}}",
+            ConfigError,
+            "no argument 'greeting'",
+        ),
+        (
+            f"- {{name: a, _target_: '{__file__}:Strict', greting: hi}}",
+            ConfigError,
+            "did you mean 'greeting'",
+        ),
+        (
+            f"- {{name: a, _target_: '{__file__}:Configured'}}",
+            ConfigError,
+            "needs the argument 'greeting'",
+        ),
     ],
 )
 def test_a_bad_yaml_list_is_refused(
@@ -591,6 +635,18 @@ def test_a_bad_yaml_list_is_refused(
     path.write_text(text)
     with pytest.raises(error, match=message):
         load_agent_loops(path)
+
+
+class Strict(Raising):
+    def __init__(self, trainer_config: Any, server_manager: Any, tokenizer: Any,
+                 greeting: str = "hi") -> None:  # fmt: skip
+        super().__init__(trainer_config, server_manager, tokenizer)
+
+
+def test_arguments_that_init_class_reads_are_taken(tmp_path: Path):
+    path = tmp_path / "loops.yaml"
+    path.write_text(f"- {{name: a, _target_: '{__file__}:TurnsLoop', folder: index}}\n")
+    assert load_agent_loops(path)["a"].arguments == {"folder": "index"}
 
 
 def test_only_an_agent_loop_can_be_registered():

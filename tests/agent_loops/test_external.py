@@ -16,10 +16,11 @@ from urllib.request import proxy_bypass
 import numpy as np
 import psutil
 import pytest
+from pydantic import ValidationError
 
 from agentrl.agent_loops import agent_program
 from agentrl.agent_loops.agent_record import AgentRecord, visible_row
-from agentrl.agent_loops.external import ExternalAgent
+from agentrl.agent_loops.external import ExternalAgent, check_external
 from agentrl.agent_loops.gateway import Gateway
 from agentrl.config.schema.agent import AgentConfig
 from agentrl.errors import ConfigError, EngineError, Fault, PluginError
@@ -342,6 +343,29 @@ def test_program_that_does_not_exist_is_an_error_at_start():
         ExternalAgent(AgentConfig(command=["no-such-agent"]), Gateway())
 
 
+def test_script_that_does_not_exist_is_an_error_at_start():
+    with pytest.raises(ConfigError, match=r"no file solver\.py") as caught:
+        check_external(AgentConfig(command=["python", "solver.py", "{row}"]))
+    assert caught.value.details["key"] == "rollout.agent.command"
+
+
+def test_script_may_be_one_of_the_files_and_other_arguments_any_text(tmp_path):
+    script = tmp_path / "solver.py"
+    script.write_text("")
+    for arguments in (["solver.py"], ["-c", "{}", "{'a': 1}", "{question}"], ["-m", "x", "y.py"]):
+        check_external(AgentConfig(command=["python3", *arguments], files=[script]))
+    check_external(AgentConfig(command=[sys.executable, str(script), "{row}"]))
+
+
+def test_program_of_another_machine_is_not_looked_for():
+    check_external(AgentConfig(command=["no-such-agent"]), runs_here=False)
+
+
+def test_sandbox_that_isolates_nothing_must_be_declared():
+    with pytest.raises(ValidationError, match="trusted: true"):
+        AgentConfig.model_validate({"command": ["a"], "sandbox": {"provider": "subprocess"}})
+
+
 def test_file_that_does_not_exist_is_an_error_at_start(tmp_path):
     config = AgentConfig(command=["python"], files=[tmp_path / "notes.txt"])
     with pytest.raises(ConfigError, match=r"notes.txt cannot be read"):
@@ -503,6 +527,14 @@ def test_function_that_does_not_exist_is_an_error_at_start():
         ExternalAgent(AgentConfig(python=f"{HERE}:solv"), Gateway())
     with pytest.raises(ConfigError, match="a function that takes an AgentRecord"):
         ExternalAgent(AgentConfig(python=f"{HERE}:ASK"), Gateway())
+    with pytest.raises(ConfigError, match="cannot be called with one argument: too many"):
+        ExternalAgent(AgentConfig(python=f"{HERE}:takes_nothing"), Gateway())
+    with pytest.raises(PluginError, match="is no path to a Python object"):
+        ExternalAgent(AgentConfig(python="my_agent.py"), Gateway())
+
+
+def takes_nothing():
+    """An agent that cannot be called with a record."""
 
 
 # Isolated programs.

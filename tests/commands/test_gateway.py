@@ -4,15 +4,19 @@ import json
 import os
 import queue
 import signal
+import socket
 import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-from agentrl.commands.gateway import GatewayOptions, gateway_from_file
+import pytest
+
+from agentrl.commands.gateway import GatewayOptions, check_address, gateway_from_file
 from agentrl.commands.run_file import read_run_file
 from agentrl.config import Purpose
+from agentrl.errors import ConfigError
 from agentrl.trainer.rollouts.files import read_trajectories
 from tests.fakes.runs import scripted, tiny_run, write_yaml
 
@@ -85,3 +89,26 @@ def test_agents_started_by_hand_leave_rollouts(tiny_home: Path, tmp_path: Path):
     assert [turn.role for turn in second.turns] == ["assistant"]
     assert second.reward is None
     assert said.get() == f"saved 2 sessions to {out}"
+
+
+def test_port_in_use_is_refused_before_anything_is_prepared(tiny_home: Path, tmp_path: Path):
+    config = tiny_run(tiny_home, tmp_path / "run", rollout__engine=scripted("Hello."))
+    file = read_run_file(write_yaml(tmp_path / "run.yaml", config), [], Purpose.ROLLOUT)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use") as caught:
+            gateway_from_file(file, GatewayOptions(port=port), say=print)
+    assert caught.value.details["key"] == "--port"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no host"])
+def test_address_of_another_machine_is_refused(host: str):
+    with pytest.raises(ConfigError, match="cannot listen on") as caught:
+        check_address(GatewayOptions(host=host))
+    assert caught.value.details["key"] == "--host"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
+def test_free_address_is_accepted(host: str):
+    check_address(GatewayOptions(host=host))

@@ -400,6 +400,12 @@ def test_unused_keys_the_keys_that_an_external_agent_does_not_read_are_dead():
     )
 
 
+def test_tools_are_read_by_the_warm_up_of_a_run_with_an_external_agent():
+    rollout = {"multi_turn": {"tool_config_path": "t"}, "agent": {"python": "a:b"}}
+    assert dead(rollout=rollout) == {"rollout.multi_turn.tool_config_path"}
+    assert not dead(rollout=rollout, prepare={"tiny_policy": TINY})
+
+
 def test_unused_keys_of_external_agents_are_dead_without_one():
     agent = {"timeout_s": 3, "on_failure": "score", "gateway": {"discarded": "train"}}
     keys = {"timeout_s", "on_failure", "gateway.discarded"}

@@ -102,6 +102,11 @@ class AgentConfig(Section):
                 f"`sandbox.provider` is {provider}; an agent must reach the gateway: write "
                 "bubblewrap, which isolates, or subprocess with `trusted: true`, which sets limits"
             )
+        if self.sandbox is not None and provider == "subprocess" and not self.sandbox.trusted:
+            raise ValueError(
+                "`sandbox.provider` is subprocess, which isolates nothing: add `trusted: true` if "
+                "you trust the agent and what the policy lets it do, or write bubblewrap"
+            )
         if provider == "bubblewrap" and self.command is None:
             raise ValueError("`sandbox.provider` is bubblewrap, which isolates a `command` only")
         if self.is_external and self.default_agent_loop != TOOL_AGENT:

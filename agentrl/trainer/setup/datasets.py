@@ -2,19 +2,20 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from agentrl.agent_loops.routing import AGENT_NAME, check_agents
 from agentrl.config.checks import check_tools
 from agentrl.config.schema.reward import RewardConfig
 from agentrl.config.schema.run import RunConfig
 from agentrl.data.dataset import PromptDataset, load_prompts, read_prompts
 from agentrl.data.lengths import drop_overlong, measure_prompts
 from agentrl.data.rows import Prompt
-from agentrl.errors import DataError, RewardError
+from agentrl.errors import DataError, RewardError, did_you_mean
 from agentrl.interactions import BaseInteraction
 from agentrl.interactions.registry import NO_INTERACTION, select_interaction
 from agentrl.messages import Message
@@ -104,6 +105,7 @@ def check_dataset(
     check_system_messages(dataset, setup.report, template_needs(config, plugins))
     if plugins.tools or data.strict_rows:
         check_tools(dataset.tools_named(), [tool.name for tool in plugins.tools], file=source)
+    check_agent_names(dataset, check_agents(config), file=source)
     yield from note_tools(dataset, plugins.tools, setup.tools_per_row)
     checks = RowKwargs(plugins.tools)
     for prompt in dataset:
@@ -117,6 +119,23 @@ def check_dataset(
         yield "no row selects an interaction, so the policy gets no replies"
     if not plugins.interactions and (asking := sum(map(asks_for_interaction, dataset))):
         yield f"{_rows(asking)} ask for an interaction: the run has none"
+
+
+def check_agent_names(dataset: PromptDataset, known: Collection[str], *, file: str) -> None:
+    """Refuse rows whose column `agent_name` names no agent of the run.
+
+    Raises:
+        DataError: with the row.
+    """
+    for prompt in dataset:
+        name = prompt.columns.get(AGENT_NAME)
+        if name and name not in known:
+            raise DataError(
+                f"the row's {AGENT_NAME} is {name!r}" + did_you_mean(str(name), known),
+                file=file,
+                row=prompt.index,
+                expected=f"one of {', '.join(sorted(known))}",
+            )
 
 
 def check_system_messages(

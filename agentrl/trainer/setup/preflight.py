@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.agent_loops.routing import check_agents
 from agentrl.config import Purpose, RunConfig, check_config
 from agentrl.config.schema.training import OptimConfig
 from agentrl.config.tables import method_facts
@@ -66,6 +67,8 @@ def check_run(
         check_known_names(config)
         check_inputs(config)
         plugins = build(config)
+        if purpose is not Purpose.SFT:
+            check_agents(config)
     except AgentRLError as error:
         # An error in a plug-in's own YAML already names that file.
         if file is not None:
