@@ -131,12 +131,18 @@ class TrainingRank:
     def __init__(self, file: RunFile) -> None:
         self._file = file
         self._status: RankStatus | None = None
+        self._reserved: socket.socket | None = None
 
     def free_port(self) -> int:
-        """Return a free port of this node, at which the ranks can meet."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return probe.getsockname()[1]
+        """Return a free port of this node, at which the ranks can meet.
+
+        No other process is given the port while this process lives. The store of the ranks can
+        still bind it, because both sockets have SO_REUSEADDR and this one does not listen.
+        """
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("", 0))
+        return self._reserved.getsockname()[1]
 
     def run(self, place: RankPlace, cluster: "ClusterHandles") -> RankEnd:
         """Train to the end; errors are printed to this rank's log and returned."""

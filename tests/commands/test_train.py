@@ -1,15 +1,19 @@
 """Run files are read and checked before torch is imported; `plugins` come before the checks."""
 
 import gc
+import socket
 import subprocess
 import sys
 import weakref
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from agentrl.algorithms import adv_estimator_names
-from agentrl.commands.train import freeze_objects
+from agentrl.commands.run_file import Purpose, read_run_file
+from agentrl.commands.train import TrainingRank, freeze_objects
 from agentrl.doctor.inputs import check_run_file
 from tests.fakes.runs import ROOT, run_agentrl, tiny_run, write_yaml
 
@@ -151,3 +155,16 @@ def test_training_collects_its_own_garbage_only():
     gc.collect()
     assert older() is None
     assert gc.get_freeze_count() == 0
+
+
+def test_the_port_at_which_ranks_meet_is_given_to_no_other_process(tiny_home: Path, tmp_path: Path):
+    file = write_yaml(tmp_path / "run.yaml", tiny_run(tiny_home, tmp_path / "run"))
+    rank = TrainingRank(read_run_file(file, [], Purpose.TRAIN))
+    port = rank.free_port()
+    assert rank._reserved is not None
+    with closing(rank._reserved):
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        store = dist.TCPStore("127.0.0.1", port, 1, is_master=True)
+        store.set("met", "yes")
+        assert store.get("met") == b"yes"

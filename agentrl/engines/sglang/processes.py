@@ -38,7 +38,11 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def run_server(arguments: Sequence[str]) -> None:
-    """Run a server until it is ended."""
+    """Run a server until it is ended.
+
+    If SGLang fails, such as at a port that is in use, it leaves its other processes, and its main
+    process would wait for them forever. So they are killed.
+    """
     end_with(int(arguments[0]))
     server_arguments = json.load(sys.stdin)
     warnings.simplefilter("ignore")  # about kernels of other devices
@@ -47,7 +51,10 @@ def run_server(arguments: Sequence[str]) -> None:
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    run_sglang(ServerArgs(**server_arguments))
+    try:
+        run_sglang(ServerArgs(**server_arguments))
+    finally:
+        kill(with_children([os.getpid()])[1:])
 
 
 def end_with(parent: int) -> None:

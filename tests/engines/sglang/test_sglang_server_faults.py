@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from agentrl.engines.protocol import Completion, EngineCall, SamplingParams
+from agentrl.engines.sglang.arguments import SGLangNeeds
 from agentrl.engines.sglang.servers.engine import SGLangServerEngine
+from agentrl.engines.sglang.servers.launch import LocalServer, ServeOptions, plan_servers
 from agentrl.errors import EngineError, Fault
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -237,3 +240,19 @@ def test_ended_supervisor_ends_its_servers(serving: Serving):
     out, err = serving.supervisor.communicate(timeout=60)
     assert serving.supervisor.returncode == 130, f"{out}\n{err}"
     assert are_gone(servers)
+
+
+async def test_a_server_whose_port_was_taken_meanwhile_ends_at_once(serving: Serving):
+    needs = SGLangNeeds(model_path=str(serving.policy), max_model_len=64, max_requests=1)
+    [plan] = plan_servers(needs, ServeOptions())
+    server = LocalServer(plan)
+    starting = asyncio.create_task(server.start())
+    await until(lambda: server.pid is not None)
+    try:
+        # It binds this port by its number, which the reservation cannot refuse.
+        with socket.create_server((plan.host, plan.port)):
+            async with asyncio.timeout(200):
+                with pytest.raises(EngineError, match="did not start: its process ended with"):
+                    await starting
+    finally:
+        await server.end()

@@ -142,6 +142,8 @@ def share_devices(arguments: Mapping[str, Any], options: ServeOptions) -> list[d
 def choose_ports(options: ServeOptions) -> list[int]:
     """Choose free ports, or check the given ones.
 
+    `LocalServer.start` reserves its port until the server listens there.
+
     Raises:
         ConfigError: A port is in use, or the host is not this machine.
     """
@@ -150,20 +152,27 @@ def choose_ports(options: ServeOptions) -> list[int]:
         wanted = range(options.port, options.port + options.num)
     with contextlib.ExitStack() as stack:
         # All stay bound until the last is chosen, so that none is chosen twice.
-        return [_bind(stack, options.host, port) for port in wanted]
+        bound = [stack.enter_context(_bind(options.host, port)) for port in wanted]
+        return [one.getsockname()[1] for one in bound]
 
 
-def _bind(stack: contextlib.ExitStack, host: str, port: int) -> int:
-    bound = stack.enter_context(socket.socket())
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket that does not listen; it reserves its port.
+
+    Linux gives the port to no process that asks for any free one, and to no connection. SGLang can
+    still bind it, because both sockets have SO_REUSEADDR and this one does not listen.
+    """
+    bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
     except OSError as error:
+        bound.close()
         raise ConfigError(
             f"port {port} of {host} cannot be used: {error.strerror or error}",
             expected="another --port, or none for free ports; a --host of this machine",
         ) from None
-    return bound.getsockname()[1]
+    return bound
 
 
 class LocalServer:
@@ -186,6 +195,7 @@ class LocalServer:
         self._log_path = log_path
         self._ready_timeout_s = ready_timeout_s
         self._process: asyncio.subprocess.Process | None = None
+        self._reserved: socket.socket | None = None
 
     @property
     def pid(self) -> int | None:
@@ -193,11 +203,14 @@ class LocalServer:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start it and wait until it is healthy.
+        """Start it and wait until it is healthy. Its port is reserved for it until `end`.
 
         Raises:
+            ConfigError: Another process has its port.
             EngineError: It ends before, or takes too long.
         """
+        if self._reserved is None:
+            self._reserved = _bind(self.plan.host, self.plan.port)
         with contextlib.ExitStack() as stack:
             log: Any = (
                 None if self._log_path is None else stack.enter_context(self._log_path.open("ab"))
@@ -232,7 +245,10 @@ class LocalServer:
         return await self._process.wait()
 
     async def end(self) -> None:
-        """Kill the process and its descendants. Does nothing if it has ended."""
+        """Kill the process and its descendants, if it has not ended, and free its port."""
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
         if self._process is None or self._process.returncode is not None:
             return
         processes = with_children([self._process.pid])
@@ -241,6 +257,8 @@ class LocalServer:
         await asyncio.to_thread(psutil.wait_procs, processes[1:], timeout=END_TIMEOUT_S)
 
     async def _is_healthy(self, session: aiohttp.ClientSession) -> bool:
+        if not self._is_listening():
+            return False  # what answers at its port is another process
         try:
             async with session.get(
                 f"{self.plan.local_address}/health", timeout=_HEALTH_TIMEOUT
@@ -248,6 +266,15 @@ class LocalServer:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
+
+    def _is_listening(self) -> bool:
+        assert self._process is not None
+        for process in with_children([self._process.pid]):
+            with contextlib.suppress(psutil.Error):
+                for bound in process.net_connections("tcp"):
+                    if bound.status == psutil.CONN_LISTEN and bound.laddr[1:] == (self.plan.port,):
+                        return True
+        return False
 
     def _raise_if_ended(self) -> None:
         status = self._process.returncode if self._process is not None else None

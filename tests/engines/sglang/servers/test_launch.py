@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -26,7 +27,8 @@ from agentrl.engines.sglang.servers.launch import (
     share_devices,
 )
 from agentrl.errors import ConfigError, EngineError
-from tests.fakes.sglang_servers import until
+from tests.fakes.runs import ROOT
+from tests.fakes.sglang_servers import FakeSGLang, until
 
 SERVER = """
 import http.server, sys
@@ -170,6 +172,110 @@ async def test_a_server_that_does_not_answer_at_first_is_asked_again(
         await server.start()
     finally:
         await server.end()
+
+
+# Ports that other processes want between the choice of a port and the server's start.
+
+IP_LOCAL_PORT_RANGE = 51
+"""Of Linux 6.3 and later: the ports that the kernel may choose for a socket."""
+
+
+def choosing_from(port: int) -> socket.socket:
+    """A socket for which the kernel may choose this port alone."""
+    chooser = socket.socket()
+    try:
+        chooser.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("I", port * 65537))
+    except OSError:
+        chooser.close()
+        pytest.skip("the kernel has no IP_LOCAL_PORT_RANGE")
+    return chooser
+
+
+async def test_no_process_is_given_the_port_of_a_server_that_does_not_listen_yet(
+    make_plan: Callable[..., PlainPlan],
+):
+    plan = make_plan(f"import time; time.sleep(1)\n{SERVER}")
+    server = launch.LocalServer(plan, ready_timeout_s=20)
+    starting = asyncio.create_task(server.start())
+    await until(lambda: server.pid is not None)
+    try:
+        with choosing_from(plan.port) as other, pytest.raises(OSError, match="in use"):
+            other.bind((plan.host, 0))
+        with (
+            socket.create_server((plan.host, 0)) as far,
+            choosing_from(plan.port) as other,
+            pytest.raises(OSError, match="Cannot assign"),
+        ):
+            other.connect(far.getsockname())
+        await starting
+    finally:
+        await server.end()
+
+
+async def test_a_port_that_was_taken_after_the_choice_is_refused_at_the_start(
+    make_plan: Callable[..., PlainPlan],
+):
+    plan = make_plan()
+    server = launch.LocalServer(plan, ready_timeout_s=20)
+    with (
+        socket.create_server((plan.host, plan.port)),
+        pytest.raises(ConfigError, match=f"port {plan.port} of 127.0.0.1 cannot be used"),
+    ):
+        await server.start()
+
+
+async def test_another_process_that_answers_at_the_port_is_not_taken_for_the_server(
+    make_plan: Callable[..., PlainPlan],
+):
+    plan = make_plan("import time; time.sleep(60)")
+    server = launch.LocalServer(plan, ready_timeout_s=1.5)
+    starting = asyncio.create_task(server.start())
+    await until(lambda: server.pid is not None)
+    # It binds this port by its number, which the reservation cannot refuse.
+    other = FakeSGLang(port=plan.port)
+    await other.start()
+    try:
+        with pytest.raises(EngineError, match=r"was not ready after 1\.5 s"):
+            await starting
+        assert not other.asked
+    finally:
+        await server.end()
+        await other.kill()
+
+
+FAILING_SGLANG = {
+    "launch_server.py": """
+        import multiprocessing, os, sys, time
+        def run_server(server_args):
+            child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+            child.start()
+            print(child.pid, flush=True)
+            sys.exit(server_args.port)
+    """,
+    "srt/plugins.py": "def load_plugins(): pass",
+    "srt/server_args.py": """
+        class ServerArgs:
+            def __init__(self, port): self.port = port
+    """,
+}
+"""A package that leaves a process when it fails, as SGLang does if its port is in use."""
+
+
+def test_a_server_that_fails_leaves_no_process_and_is_not_waited_for(tmp_path: Path):
+    for name, text in FAILING_SGLANG.items():
+        file = tmp_path / "sglang" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl.engines.sglang.processes", str(os.getpid())],
+        env=dict(os.environ) | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        input='{"port": 3}',
+        capture_output=True,
+        text=True,
+        timeout=40,
+    )
+    assert done.returncode == 3, done.stderr
+    assert not psutil.pid_exists(int(done.stdout))
 
 
 def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path):
