@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,7 +39,11 @@ def serve_from_file(
         refuse_unmade_model(config, run_file)
         check_given(config.rollout.engine.sglang.server_arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    plans = plan_servers(sglang_needs(config, resolve_dtype(config.model, device)), options)
+    needs = replace(
+        sglang_needs(config, resolve_dtype(config.model, device)),
+        api_key=config.rollout.engine.sglang_server.api_key,
+    )
+    plans = plan_servers(needs, options)
     asyncio.run(serve(plans, say=say, max_restarts=options.max_restarts))
 
 

@@ -53,6 +53,8 @@ class FakeSGLang:
     host: str = "127.0.0.1"
     first_version: str = "0"
     """The version of its weights when it starts."""
+    api_key: str | None = None
+    """Needed at every route but the health check's."""
     seconds_per_call: float = 0.0
     num_running: int = 0
 
@@ -113,6 +115,9 @@ class FakeSGLang:
         route = request.match_info["route"]
         fields = await request.json() if request.can_read_body else {}
         self.asked.append((route, fields))
+        bearer = request.headers.get("Authorization")
+        if self.api_key is not None and route != "health" and bearer != f"Bearer {self.api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         if route in self.hanging or (route == "health" and self.is_paused):
             await asyncio.sleep(60)
         if route in self.failing:

@@ -79,6 +79,10 @@ class SGLangServerConfig(Section):
     )
     """Addresses of running servers, such as `http://127.0.0.1:30000`; empty: the run's cluster
     starts the servers, in the pools with the role `engine`."""
+    api_key: str | None = Field(default=None, repr=False)
+    """Key of the servers at `addresses` (SGLang's `--api-key`); `agentrl serve` starts servers with
+    it. null: they take requests of everybody. Servers that the run's cluster starts have a random
+    key each."""
     start_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds until a server that the cluster starts, or starts again, must answer. Calls wait so
     long if no other server is available."""

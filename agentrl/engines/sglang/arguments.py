@@ -40,7 +40,14 @@ SHARED_MEMORY_FRAC = 0.5
 """Share of the free memory that an engine takes on the trainer's device."""
 UNSYNCED = ("dp_size", "pp_size", "nnodes")
 """Arguments with which SGLang cannot take new weights."""
-OURS = ("model_path", "tokenizer_path", "context_length", "weight_version", "skip_server_warmup")
+OURS = (
+    "model_path",
+    "tokenizer_path",
+    "context_length",
+    "weight_version",
+    "skip_server_warmup",
+    "api_key",
+)
 """Arguments that agentrl sets from other keys."""
 
 
@@ -68,6 +75,8 @@ class SGLangNeeds:
     """Keys of the Hugging Face configuration to replace."""
     given: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """`rollout.engine.sglang`: further server arguments; they win."""
+    api_key: str | None = field(default=None, repr=False)
+    """Of servers: clients must send it. None: they take requests of everybody."""
 
 
 def server_arguments(needs: SGLangNeeds, *, on_cpu: bool) -> dict[str, Any]:
@@ -123,7 +132,8 @@ def check_given(given: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"rollout.engine.sglang.{name} is set by other keys of the run",
                 key=f"rollout.engine.sglang.{name}",
-                expected="rollout.max_model_len, model.path or model.tokenizer_path",
+                expected="rollout.max_model_len, model.path, model.tokenizer_path or "
+                "rollout.engine.sglang_server.api_key",
             )
     known = known_arguments() if given else frozenset()
     for name in given:

@@ -9,11 +9,13 @@ SGLang's `ServerArgs` as JSON, because every user of the machine can read a comm
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import psutil
 
@@ -45,6 +47,8 @@ def run_server(arguments: Sequence[str]) -> None:
     """
     end_with(int(arguments[0]))
     server_arguments = json.load(sys.stdin)
+    if key := server_arguments.get("api_key"):
+        keep_out_of_logs(key)
     warnings.simplefilter("ignore")  # about kernels of other devices
     from sglang.launch_server import run_server as run_sglang
     from sglang.srt.plugins import load_plugins
@@ -55,6 +59,18 @@ def run_server(arguments: Sequence[str]) -> None:
         run_sglang(ServerArgs(**server_arguments))
     finally:
         kill(with_children([os.getpid()])[1:])
+
+
+def keep_out_of_logs(secret: str) -> None:
+    """Replace a secret in what this process logs: SGLang can log its arguments."""
+    make = logging.getLogRecordFactory()
+
+    def make_without_secret(*given: Any, **named: Any) -> logging.LogRecord:
+        record = make(*given, **named)
+        record.msg = str(record.msg).replace(secret, "[redacted]")
+        return record
+
+    logging.setLogRecordFactory(make_without_secret)
 
 
 def end_with(parent: int) -> None:

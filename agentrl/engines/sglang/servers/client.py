@@ -65,14 +65,21 @@ class ServerClient:
         session: Must open a connection for each request: a server may close a kept connection just
             when it is used again, which looks like a lost server.
         settings: Timeouts.
+        api_key: The server's own; None: that of the settings.
     """
 
     def __init__(
-        self, address: str, session: aiohttp.ClientSession, settings: SGLangServerConfig
+        self,
+        address: str,
+        session: aiohttp.ClientSession,
+        settings: SGLangServerConfig,
+        api_key: str | None = None,
     ) -> None:
         self.name = address
         self._session = session
         self._settings = settings
+        key = api_key or settings.api_key
+        self._headers = _JSON_HEADERS | ({"Authorization": f"Bearer {key}"} if key else {})
         self._aborts: set[asyncio.Task[None]] = set()
         self._has_answered = False
 
@@ -194,7 +201,7 @@ class ServerClient:
             async with (
                 asyncio.timeout(timeout_s),
                 self._session.request(
-                    method, f"{self.name}/{route}", data=data, headers=_JSON_HEADERS
+                    method, f"{self.name}/{route}", data=data, headers=self._headers
                 ) as answer,
             ):
                 body = await answer.read()
@@ -211,6 +218,12 @@ class ServerClient:
     def _read(self, route: str, status: int, body: bytes) -> Any:
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise ServerFailedError(f"{self.name} failed at /{route} ({status}): {_short(body)}")
+        if status == HTTPStatus.UNAUTHORIZED:
+            raise EngineError(
+                f"{self.name} refused the key of this run",
+                key="rollout.engine.sglang_server.api_key",
+                expected="the key that the server was started with (its --api-key)",
+            )
         if status >= HTTPStatus.BAD_REQUEST:
             raise EngineError(f"{self.name} refused /{route} ({status}): {_short(body)}")
         try:

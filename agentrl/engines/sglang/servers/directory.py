@@ -1,7 +1,7 @@
 """Servers that a cluster starts, replaces and knows the addresses of."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -14,6 +14,8 @@ class ServerReport:
 
     address: str | None
     """Such as `http://10.0.0.7:41234`; None: it answers no calls now."""
+    api_key: str | None = field(default=None, repr=False)
+    """The key that its clients must send; None: it has none."""
     problem: str = ""
     """Why it has no address."""
     has_failed: bool = False

@@ -103,7 +103,7 @@ def plan_servers(needs: SGLangNeeds, options: ServeOptions) -> list[ServerPlan]:
         MissingExtraError: SGLang is not installed.
     """
     on_cpu = not has_accelerator()
-    arguments = server_arguments(needs, on_cpu=on_cpu)
+    arguments = server_arguments(needs, on_cpu=on_cpu) | {"api_key": needs.api_key}
     shares = (
         itertools.repeat(dict(CPU_ENVIRONMENT)) if on_cpu else share_devices(arguments, options)
     )

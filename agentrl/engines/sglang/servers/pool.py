@@ -107,9 +107,9 @@ class ServerPool:
         else:
             self._follower = asyncio.create_task(self._follow_directory())
 
-    def _add_server(self, address: str) -> ServerHandle:
+    def _add_server(self, address: str, api_key: str | None = None) -> ServerHandle:
         assert self._session is not None, "open() comes first"
-        client = ServerClient(address, self._session, self.settings)
+        client = ServerClient(address, self._session, self.settings, api_key)
         server = ServerHandle(client, is_owned=self._directory is not None)
         server.watcher = asyncio.create_task(self._watch(server))
         return server
@@ -149,7 +149,9 @@ class ServerPool:
             for task in (server.watcher, server.check):
                 if task is not None:
                     task.cancel()
-        return None if report.address is None else self._add_server(report.address)
+        if report.address is None:
+            return None
+        return self._add_server(report.address, report.api_key)
 
     @property
     def _is_any_coming(self) -> bool:

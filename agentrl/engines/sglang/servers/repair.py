@@ -129,7 +129,7 @@ class WeightRepairer:
             self._directory.start(self._needs)
         for report in reports:
             if report.address is not None and self._version is not None:
-                client = ServerClient(report.address, session, self._settings)
+                client = ServerClient(report.address, session, self._settings, report.api_key)
                 with contextlib.suppress(EngineError):  # checked again in the next round
                     state = await client.read_state()
                     if state.weight_version != f"{self._version}":

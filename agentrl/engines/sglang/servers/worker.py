@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import secrets
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -126,6 +127,8 @@ class ServerWorker:
             self._loop, self._ending = asyncio.get_running_loop(), ending
             if self._is_ended:
                 return "it was ended"
+        if needs.given.get("tokenizer_worker_num", 1) == 1:  # else SGLang refuses a key
+            needs = replace(needs, api_key=secrets.token_urlsafe(32))
         [plan] = self._plan(needs, ServeOptions(host=self._host))
         arguments = dict(plan.arguments) | {"weight_version": UNFIT_VERSION}
         environment = dict(plan.environment) | self._devices
@@ -137,7 +140,7 @@ class ServerWorker:
             ready_timeout_s=self._start_timeout_s,
         )
         stopped = asyncio.create_task(ending.wait())
-        running = asyncio.create_task(self._keep(server, plan.address))
+        running = asyncio.create_task(self._keep(server, needs.api_key))
         try:
             await asyncio.wait([stopped, running], return_when=asyncio.FIRST_COMPLETED)
             return running.result() if running.done() else "it was ended"
@@ -147,8 +150,8 @@ class ServerWorker:
             await server.end()
             await asyncio.gather(stopped, running, return_exceptions=True)
 
-    async def _keep(self, server: LocalServer, address: str) -> str:
+    async def _keep(self, server: LocalServer, api_key: str | None) -> str:
         await server.start()
-        self._report = ServerReport(address=address)
+        self._report = ServerReport(address=server.plan.address, api_key=api_key)
         status = await server.wait()
-        return f"its process at {address} ended with {status}"
+        return f"its process at {server.plan.address} ended with {status}"

@@ -58,7 +58,7 @@ class FakeDirectory:
 
 
 def at(server: FakeSGLang) -> ServerReport:
-    return ServerReport(address=server.address)
+    return ServerReport(address=server.address, api_key=server.api_key)
 
 
 def gone(problem: str = "its process ended with -9", **fields: Any) -> ServerReport:
@@ -108,7 +108,8 @@ class Clients:
 
 @pytest.fixture
 async def servers() -> AsyncIterator[tuple[FakeSGLang, FakeSGLang]]:
-    one, two = FakeSGLang(first_version="-1"), FakeSGLang(first_version="-1")
+    one = FakeSGLang(first_version="-1", api_key="key of one")
+    two = FakeSGLang(first_version="-1", api_key="key of two")
     async with running(one, two):
         yield one, two
 

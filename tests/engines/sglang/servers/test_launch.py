@@ -245,8 +245,10 @@ async def test_another_process_that_answers_at_the_port_is_not_taken_for_the_ser
 
 FAILING_SGLANG = {
     "launch_server.py": """
-        import multiprocessing, os, sys, time
+        import logging, multiprocessing, sys, time
         def run_server(server_args):
+            logging.basicConfig(force=True)
+            logging.error(f"api_key={server_args.api_key!r}")
             child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
             child.start()
             print(child.pid, flush=True)
@@ -255,13 +257,13 @@ FAILING_SGLANG = {
     "srt/plugins.py": "def load_plugins(): pass",
     "srt/server_args.py": """
         class ServerArgs:
-            def __init__(self, port): self.port = port
+            def __init__(self, port, api_key): self.port, self.api_key = port, api_key
     """,
 }
 """A package that leaves a process when it fails, as SGLang does if its port is in use."""
 
 
-def test_a_server_that_fails_leaves_no_process_and_is_not_waited_for(tmp_path: Path):
+def test_a_server_that_fails_leaves_no_process_and_logs_no_key(tmp_path: Path):
     for name, text in FAILING_SGLANG.items():
         file = tmp_path / "sglang" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -269,12 +271,13 @@ def test_a_server_that_fails_leaves_no_process_and_is_not_waited_for(tmp_path: P
     done = subprocess.run(
         [sys.executable, "-m", "agentrl.engines.sglang.processes", str(os.getpid())],
         env=dict(os.environ) | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        input='{"port": 3}',
+        input='{"port": 3, "api_key": "k-1f6c0d"}',
         capture_output=True,
         text=True,
         timeout=40,
     )
     assert done.returncode == 3, done.stderr
+    assert "api_key='[redacted]'" in done.stderr
     assert not psutil.pid_exists(int(done.stdout))
 
 

@@ -693,6 +693,13 @@ def test_an_address_needs_no_scheme(given: str, read: str):
     assert SGLangServerConfig(addresses=[given]).addresses == [read]
 
 
+async def test_servers_with_a_key_answer_those_who_send_it(connect: Opened):
+    async with running(server := FakeSGLang(api_key="k-1f6c0d")):
+        assert is_exact(await ask(connect(server, api_key="k-1f6c0d"), "a"))
+        with pytest.raises(EngineError, match="refused the key of this run"):
+            await ask(connect(server, api_key="another", max_retries=0), "a")
+
+
 @pytest.mark.parametrize("given", ["node-1", "ftp://a:1", "http://a:b", "a:1?x=2", ""])
 def test_what_is_no_address_is_refused(given: str):
     with pytest.raises(ValueError, match="is no address such as"):
