@@ -10,7 +10,7 @@ tensor               shape, dtype   what
 `input_ids`          [B, L] int64   prompts and responses
 `attention_mask`     [B, L] int64   1 on tokens, 0 on padding
 `position_ids`       [B, L] int64   0, 1, 2, ... on tokens; 0 on padding. With three-dimensional
-                                    positions (`has_mrope`): [B, 3, L]
+                                    positions (mrope): [B, 3, L]
 `response_mask`      [B, T] int64   1 on trained tokens
 `rollout_log_probs`  [B, T] float32 at sampling; 0 on observed tokens and padding
 `turn_ids`           [B, T] int64   the turn that a token belongs to; -1 on padding
@@ -26,7 +26,8 @@ tensor               shape, dtype   what
 ==================== ============== ===========================================================
 
 Objects: `uid` (the group), `request_id` (of the sequence), `stop_reason`, `messages` (dicts),
-`multi_modal_data`, `multi_modal_inputs` (a `MultiModalInputs`), `reward_scores`,
+`multi_modal_data`, `multi_modal_inputs` (`MultiModalInputs`; if there is a processor),
+`reward_scores`,
 `reward_extra_info`, `reward_index` (the token that has the trajectory's reward; None if another row
 has it, or nothing is trained), `data_source`, `ground_truth`, `extra_info`, and the row's own
 columns. If a column has one of these names, it is left out.
@@ -54,6 +55,7 @@ from agentrl.config.schema.training import SegmentCredit
 from agentrl.data.rows import RowReader, with_media_columns
 from agentrl.errors import DataError
 from agentrl.media.inputs import MultiModalInputs
+from agentrl.media.processor import MediaProcessor
 from agentrl.protocol import DataProto
 from agentrl.rewards.combination import TRAJECTORY_ALONE, Source, combine_rewards
 from agentrl.rewards.placement import RewardPlacement, place_rewards
@@ -92,7 +94,7 @@ def collate(
     pad_token_id: int,
     reward: RewardConfig = TRAJECTORY_ALONE,
     segment_credit: SegmentCredit = "trajectory",
-    has_mrope: bool = False,
+    processor: MediaProcessor | None = None,
     prompt_width: int | None = None,
     response_width: int | None = None,
 ) -> DataProto:
@@ -103,7 +105,7 @@ def collate(
         pad_token_id: Token id of padding.
         reward: How rewards are combined, and on which trained tokens they are placed.
         segment_credit: Which sequences of a trajectory are trained.
-        has_mrope: Whether the model has three-dimensional positions.
+        processor: The processor of a model that reads images or videos.
         prompt_width: P, for batches that are concatenated; None: length of the longest prompt.
         response_width: T; None: length of the longest response.
 
@@ -128,11 +130,14 @@ def collate(
     indices = [request.batch_data_id for request in owners]
     tensors["batch_data_id"] = torch.tensor(indices, dtype=torch.int64)
     trajectories = [_number(request.request_id.encode()) for request in owners]
-    if has_mrope:
+    if processor is not None and processor.has_mrope:
         tensors["position_ids"] = _mrope_position_ids(rows, prompt_width, response_width)
     tensors["trajectory_ids"] = torch.tensor(trajectories, dtype=torch.int64)
     names = dict.fromkeys(name for request in requests for name in request.columns)
     columns = {name: [request.columns.get(name) for request in owners] for name in names}
+    if processor is not None:  # on all ranks, also on one that has no images
+        spans = [row.sequence.media_spans for row in rows]
+        columns["multi_modal_inputs"] = [MultiModalInputs(own) for own in spans]
     return DataProto.from_dict(tensors, columns | _own_columns(rows))
 
 
@@ -175,7 +180,11 @@ async def generate_sequences(
     requests = manager.make_requests(read, plan._replace(n=1), step=step)
     for request, row in zip(requests, rows, strict=True):
         request.uid = str(row.get("uid", request.uid))
-    batch = collate(await manager.rollout(requests), pad_token_id=pad_token_id)
+    batch = collate(
+        await manager.rollout(requests),
+        pad_token_id=pad_token_id,
+        processor=manager.context.template.media,
+    )
     batch.non_tensor_batch |= given
     return batch
 
@@ -332,7 +341,6 @@ def _own_columns(rows: Sequence[_Row]) -> dict[str, list[Any]]:
         "stop_reason": [str(one.stop_reason) for one in sequences],
         "messages": [[m.to_template() for m in one.messages] for one in sequences],
         "multi_modal_data": [one.multi_modal_data for one in sequences],
-        "multi_modal_inputs": [MultiModalInputs(one.media_spans) for one in sequences],
         "reward_scores": [request.reward_scores for request in requests],
         "reward_extra_info": [request.reward_extra_info for request in requests],
         "reward_index": [row.placement.index for row in rows],

@@ -239,14 +239,16 @@ def test_rows_with_tools_in_a_run_without_tools_are_a_note_as_there(
     assert "names the tool 'calc_gsm8k_reward'" in strict.err
 
 
-def test_rows_with_images_are_refused(capsys: Capture, verl_run: list[Any], tmp_path: Path):
+def test_rows_with_images_need_a_model_that_sees(
+    capsys: Capture, verl_run: list[Any], tmp_path: Path
+):
     prompt = [{"role": "user", "content": "<image>Find x"}]
     rows = [{"prompt": prompt, "data_source": "openai/gsm8k", "images": [{"path": "a.png"}]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     output = run_agentrl(capsys, "config", "check", *verl_run, "data.image_key=images")
     assert output.code == 2
-    assert "the column 'images' has images" in output.err
-    assert "trains on text only" in output.err
+    assert "the prompt has images or videos, and the model reads text only" in output.err
+    assert "a vision-language model in model.path" in output.err
 
 
 def test_verls_way_to_name_a_file_is_answered_with_ours(capsys: Capture, tmp_path: Path):

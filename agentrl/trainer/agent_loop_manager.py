@@ -78,7 +78,7 @@ class AgentLoopWorker:
             finished,
             pad_token_id=self._setup.pad_token_id,
             reward=self.config.reward,
-            has_mrope=self._setup.has_mrope,
+            processor=self._setup.processor,
             prompt_width=max(data.max_prompt_length, longest),
             response_width=data.max_response_length,
         )

@@ -294,7 +294,7 @@ class Trainer:
             pad_token_id=self.components.setup.pad_token_id,
             reward=self.config.reward,
             segment_credit=self.config.algorithm.segment_credit,
-            has_mrope=self.components.setup.has_mrope,
+            processor=self.components.setup.processor,
             prompt_width=prompt_width,
             response_width=response_width,
         )

@@ -177,14 +177,17 @@ def load_processor(
         kwargs: Further arguments of each call of the processor (`data.mm_processor_kwargs`).
 
     Raises:
-        ConfigError: if the model's folder has no configuration or no usable processor, or the
-            tokenizer lacks its placeholders.
+        ConfigError: if a model that sees has no usable processor, or the tokenizer lacks its
+            placeholders.
     """
     path, trust = config.path, config.trust_remote_code
     try:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        if getattr(hf_config, "vision_config", None) is None:
-            return None
+    except (OSError, ValueError):
+        return None  # a folder with a tokenizer alone serves scripted answers
+    if getattr(hf_config, "vision_config", None) is None:
+        return None
+    try:
         processor = _load_hf_processor(config, hf_config, tokenizer)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(

@@ -53,11 +53,6 @@ class RolloutSetup:
         return self.template.media
 
     @property
-    def has_mrope(self) -> bool:
-        """Whether the model has three-dimensional positions."""
-        return self.processor is not None and self.processor.has_mrope
-
-    @property
     def pad_token_id(self) -> int:
         """The token id of padding."""
         return int(cast("int", self.tokenizer.pad_token_id))

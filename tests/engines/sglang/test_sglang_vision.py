@@ -117,7 +117,7 @@ def test_prefixes_are_shared_between_equal_pictures_only(served: Served) -> None
 def test_other_numbers_of_tokens_than_the_ledgers_are_an_error(served: Served) -> None:
     larger = make_processor(FAMILY, max_pixels=256)
     ids, runs = encode_with_media(larger, ["a", load_picture(random_picture(0, (40, 24)))])
-    with pytest.raises(EngineError, match="SGLang read .* tokens, the request has"):
+    with pytest.raises(EngineError, match=r"SGLang read .* tokens, the request has"):
         served.ask(ids, place_runs([], runs))
 
 
