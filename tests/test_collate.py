@@ -1,4 +1,5 @@
 import asyncio
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -287,6 +288,8 @@ def test_every_sampled_token_has_a_state_and_no_other_one(requests):
 
 class EchoManager:
     """Makes requests as the manager does, and ends each with one token."""
+
+    context = SimpleNamespace(template=SimpleNamespace(media=None))
 
     def make_requests(self, prompts, plan, *, step=0):
         return [

@@ -186,9 +186,9 @@ class AgentLoopBase(ABC):
         if remove_system_prompt:
             calls = self.server_manager.calls
             return self._follow(read, schemas, calls[-1].token_ids if calls else [])
-        ids, _ = await template.encode_planned(template.plan_prompt(read, schemas))
+        encoded = await template.encode_planned(template.plan_prompt(read, schemas))
         limit = self.rollout_config.prompt_length
-        return fit_prompt(ids, limit, self.data_config.get("truncation") or "error")
+        return fit_prompt(encoded.ids, limit, self.data_config.get("truncation") or "error")
 
     async def ct_build_initial_tokens(
         self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **media: Any

@@ -109,7 +109,8 @@ def _without_decoding(table: Any) -> Any:
             return type(feature)(undecoded(feature.feature))
         return feature
 
-    for name, feature in (table.features or {}).items():
+    features: dict[str, Any] = table.features or {}
+    for name, feature in features.items():
         if (changed := undecoded(feature)) is not feature and changed != feature:
             table = table.cast_column(name, changed)
     return table

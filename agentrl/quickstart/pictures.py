@@ -90,7 +90,9 @@ def prepare_pictures(config: PicturesConfig) -> PictureFiles:
         draw = random.Random(f"demos/{config.seed}")
         write_parquet(files[2], [demonstrate(draw) for _ in range(config.num_demos)])
 
-    return PictureFiles(*files, make_once(config.out_dir, _VERSION, arguments, files, write))
+    made = make_once(config.out_dir, _VERSION, arguments, files, write)
+    train, val, demos = files
+    return PictureFiles(train, val, demos, made)
 
 
 def draw_tiles(draw: random.Random) -> Tiles:

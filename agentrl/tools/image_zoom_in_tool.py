@@ -1,6 +1,7 @@
 """Show the model a region of an image, so that it sees small things."""
 
 import math
+import uuid
 from typing import Any
 
 from PIL import Image
@@ -73,12 +74,13 @@ class ImageZoomInTool(BundledTool):
 
     async def create(
         self,
-        instance_id: str,
+        instance_id: str | None = None,
+        *,
         image: Any = None,
         images: list[Any] | None = None,
         prompt_images: list[Any] | None = None,
         **create_kwargs: Any,
-    ) -> str:
+    ) -> tuple[str, ToolResponse]:
         """Keep the images of a request.
 
         Args:
@@ -92,16 +94,17 @@ class ImageZoomInTool(BundledTool):
             DataError: for an image that cannot be read.
             ToolCallError: if there is no image.
         """
+        own_id = instance_id or uuid.uuid4().hex
         given = [image] if image is not None else list(images or ())
         loaded = [load_media(MediaKind.IMAGE, one).data for one in given]
-        self._images[instance_id] = loaded or list(prompt_images or ())
-        if not self._images[instance_id]:
+        self._images[own_id] = loaded or list(prompt_images or ())
+        if not self._images[own_id]:
             raise ToolCallError(
                 "the row has no image to zoom in on",
                 tool=self.name,
                 expected="images in the row's prompt, or create_kwargs: {image: ...}",
             )
-        return instance_id
+        return own_id, ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any

@@ -82,5 +82,5 @@ def test_pictures_outlive_saving_and_collating() -> None:
 def test_a_picture_that_should_be_seen_is_refused() -> None:
     picture = [ContentPart(type="image"), ContentPart(type="text", text="What is this?")]
     context = make_context(make_engine("A cat."))
-    with pytest.raises(Exception, match="only text is supported for now"):
+    with pytest.raises(Exception, match="no processor has read"):
         context.template.encode_prompt([Message(role="user", content=picture)])
