@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl.cluster.connection import connected, forwarded_variables, list_nodes
 from agentrl.cluster.handles import ClusterHandles, PluginHost, RemoteHost
-from agentrl.cluster.host import HostInfo, HostSpec
+from agentrl.cluster.host import LAST_LOG_S, HostInfo, HostSpec
 from agentrl.cluster.inputs import Shipment
 from agentrl.cluster.logs import RunLogs
 from agentrl.cluster.monitor import Monitor, Silence, Snapshot
@@ -369,7 +369,7 @@ class ClusterRun:
                 ends[rank] = end = _end_of(reference)
                 if end.kind in ("failed", "lost"):
                     # The others learn of it from the end of the process, as under torchrun.
-                    _kill(hosts[rank])
+                    self._end([hosts[rank]])
                     wait_s = GRACE_S if end.kind == "lost" else self.config.cluster.stop_timeout_s
                     limit = min(limit or float("inf"), time.monotonic() + wait_s)
             if self.stop.is_made and not is_asked:
@@ -437,6 +437,9 @@ class ClusterRun:
         )
 
     def _end(self, hosts: Sequence[RemoteHost]) -> None:
+        """End processes; those that answer first send the end of their logs."""
+        closed = [host.actor.close.remote() for host in hosts]
+        ray.wait(closed, num_returns=len(closed), timeout=LAST_LOG_S)
         for host in hosts:
             _kill(host)
 

@@ -33,6 +33,8 @@ MAX_THREADS = 256
 """Most calls of methods without `async` at the same time."""
 LOG_MARK = ".agentrl-run"
 """File in the folder of the logs by which a node recognizes the driver's own folder."""
+LAST_LOG_S = 5.0
+"""Seconds in which a process that is about to be ended sends the end of its log."""
 _SHIP_S = 0.5
 
 
@@ -120,11 +122,12 @@ class Host:
             target=self._beat, args=(spec.heartbeat_s,), name="agentrl-heartbeat", daemon=True
         )
         beating.start()
+        self._shipping: threading.Thread | None = None
         if log is not None:
-            shipping = threading.Thread(
+            self._shipping = threading.Thread(
                 target=self._ship, args=(log,), name="agentrl-log", daemon=True
             )
-            shipping.start()
+            self._shipping.start()
         try:
             spec.shipment.fetch(timeout_s=spec.fetch_timeout_s)
             self._object = load_class(spec.factory)(*spec.arguments, **spec.keywords)
@@ -161,11 +164,15 @@ class Host:
 
     @ray.method(concurrency_group="control")
     async def close(self) -> None:
-        """Close the object, if it has `close`, before the process is ended."""
-        self._ended.set()
+        """Close the object, if it has `close`, and send the end of its log, before the process is
+        ended.
+        """
         if (close := getattr(self._object, "close", None)) is not None:
             result = close() if inspect.iscoroutinefunction(close) else asyncio.to_thread(close)
             await result
+        self._ended.set()
+        if self._shipping is not None:
+            await asyncio.to_thread(self._shipping.join)
 
     def _beat(self, interval_s: float) -> None:
         process = psutil.Process()
@@ -191,12 +198,15 @@ class Host:
 
     def _ship(self, log: IO[bytes]) -> None:
         """Send new bytes of the local log to the monitor."""
+        sent: Any = None
         while True:
             is_last = self._ended.wait(_SHIP_S)
             while part := log.read(1 << 20):
                 with contextlib.suppress(Exception):
-                    self._monitor.append_log.remote(self.info.name, part)
+                    sent = self._monitor.append_log.remote(self.info.name, part)
             if is_last:
+                with contextlib.suppress(Exception):
+                    ray.get(sent, timeout=LAST_LOG_S)  # the earlier parts arrived before it
                 return
 
 

@@ -46,6 +46,7 @@ from agentrl.trainer.setup.huggingface import quiet_libraries
 from agentrl.trainer.setup.plugins import NOTHING, Given, Plugins
 from agentrl.trainer.setup.preflight import (
     check_disk_space,
+    check_folder_is_shared,
     check_run,
     checkpoint_bytes,
     claim_folders,
@@ -170,6 +171,7 @@ def prepare_components(
         )
     )
     claim_folders(config)
+    check_folder_is_shared(config, world)
     with world.raise_on_all_ranks():
         run_logger.lock_folder()
     now = start_date(config, world)

@@ -6,8 +6,11 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 import yaml
 
@@ -18,8 +21,9 @@ from agentrl.cluster.inputs import InputServer, describe_input, fetch_input
 from agentrl.cluster.shipping import find_absent, list_input
 from agentrl.config import parse_config
 from agentrl.errors import ClusterError, ConfigError
-from tests.fakes.ray_nodes import POOLS, ray_nodes, wait_until
+from tests.fakes.ray_nodes import POOLS, Nodes, ray_nodes, wait_until
 from tests.fakes.runs import ROOT, read_lines, tiny_run, write_yaml
+from tests.fakes.stores import s3_server
 
 
 @pytest.fixture
@@ -184,3 +188,76 @@ def test_ranks_read_copies_of_what_only_the_driver_has(tiny_home: Path, tmp_path
     read = [resolved["model"]["path"], *resolved["data"]["train_files"]]
     assert all(Path(path).is_relative_to(cache) for path in read)
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 4
+
+
+@pytest.fixture
+def separate(tmp_path: Path) -> Iterator[tuple[Nodes, Path]]:
+    """Two nodes for training, and a folder of which each has its own, empty at first."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    with ray_nodes() as nodes:
+        try:
+            for _ in range(2):
+                nodes.add_with_own_folder("train_node", folder)
+        except PermissionError:
+            pytest.skip("this user may not mount")
+        yield nodes, folder
+
+
+def train_on(
+    nodes: Nodes, home: Path, folder: Path, **changes: Any
+) -> subprocess.CompletedProcess[str]:
+    config = tiny_run(
+        home,
+        folder / "run",
+        cluster={"address": nodes.address, "pools": POOLS, "cache_dir": str(folder / "cache")}
+        | changes.pop("cluster", {}),
+        data__cache_dir=str(folder / "lengths"),
+        trainer__total_training_steps=1,
+        **changes,
+    )
+    file = write_yaml(folder / "run.yaml", config)
+    command = [sys.executable, "-m", "agentrl", "train", str(file)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_nodes_with_separate_folders_are_refused_without_a_store(
+    separate: tuple[Nodes, Path], tiny_home: Path
+):
+    nodes, folder = separate
+    done = train_on(nodes, tiny_home, folder)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    said = done.stdout + done.stderr
+    assert f"{folder}/run of rank 1 on node" in said
+    assert "key: trainer.default_local_dir" in said
+    assert "trainer.default_remote_dir" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_nodes_that_share_no_folder_train_with_a_store(
+    separate: tuple[Nodes, Path], tiny_home: Path
+):
+    nodes, folder = separate
+    home = folder / "home"
+    shutil.copytree(tiny_home, home)
+    with s3_server("bucket") as variables:
+        done = train_on(
+            nodes,
+            home,
+            folder,
+            cluster={"runtime_env": {"env_vars": list(variables)}},
+            trainer__default_remote_dir="s3://bucket/run",
+        )
+        assert done.returncode == 0, (done.stdout, done.stderr)
+        saved = fsspec.filesystem("s3").find("bucket/run")
+    assert "nodes lack data.train_files[0], data.val_files.arithmetic, model.path" in done.stdout
+    assert "bucket/run/checkpoints/global_step_1/manifest.json" in saved
+    assert not list(folder.glob("run/*.json*")), "the metrics are on the node of rank 0"
+    assert list(folder.glob("run/logs/rank_*.log"))

@@ -1,5 +1,6 @@
 """Several nodes of a Ray cluster on this machine, and the processes of a run on them."""
 
+import ctypes
 import os
 import time
 import uuid
@@ -15,6 +16,8 @@ from tests.fakes.runs import ROOT
 
 STORE_BYTES = 80 * 1024**2
 MARK = "AGENTRL_TEST_CLUSTER"
+CLONE_FS, CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x200, 0x20000, 0x4000, 0x40000
+"""Of Linux."""
 POOLS = [
     {
         "name": "train",
@@ -53,6 +56,15 @@ class Nodes:
         self.added.append(node)
         return node
 
+    def add_with_own_folder(self, resource: str, folder: Path) -> None:
+        """Add a node that has an empty folder of its own at the path of an existing one.
+
+        Raises:
+            OSError: if this process may not mount.
+        """
+        with own_mount(folder):
+            self.add(resource)
+
     def processes(self) -> list[psutil.Process]:
         """What runs belong to: every process that a host of this cluster has started."""
         return self.find("ray::Host", "sglang::", "engines.sglang")
@@ -70,6 +82,27 @@ class Nodes:
                 if any(name in command for name in names):
                     found.append(process)
         return found
+
+
+@contextmanager
+def own_mount(folder: Path) -> Iterator[None]:
+    """Mount an empty folder for what this thread starts in the block."""
+    libc, here = ctypes.CDLL(None, use_errno=True), Path.cwd()
+
+    def check(result: int) -> None:
+        if result:
+            raise OSError(ctypes.get_errno(), f"cannot mount over {folder}")
+
+    with open("/proc/thread-self/ns/mnt") as before:
+        check(libc.unshare(CLONE_NEWNS))
+        try:
+            check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+            check(libc.mount(b"none", bytes(folder), b"tmpfs", 0, None))
+            yield
+        finally:
+            check(libc.unshare(CLONE_FS))  # threads that were started in the block share it
+            check(libc.setns(before.fileno(), CLONE_NEWNS))
+            os.chdir(here)
 
 
 @contextmanager

@@ -1,10 +1,14 @@
 """Check a run before anything is prepared or loaded, and before torch is imported."""
 
 import shutil
+import socket
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.agent_loops.routing import check_agents
 from agentrl.config import Purpose, RunConfig, check_config
@@ -27,6 +31,11 @@ from agentrl.trainer.setup.plugins import (
     load_plugins,
 )
 
+if TYPE_CHECKING:
+    from agentrl.workers.distributed import World
+
+APPEARS_S = 30.0
+"""Seconds in which a file of one node appears on the others: network file systems cache folders."""
 ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", "actor.policy_loss"
 
 
@@ -217,6 +226,47 @@ def claim_folders(config: RunConfig) -> None:
             claim_folder(folder, key=key)
     claim_store(config)
     claim_prepared(config)
+
+
+def check_folder_is_shared(config: RunConfig, world: "World") -> None:
+    """Check that all ranks have one run folder: each writes its part of a checkpoint there.
+
+    A collective. It checks nothing if checkpoints go to a store, or if there are none.
+
+    Raises:
+        ConfigError: naming a node that has another folder.
+        RankError: on the other ranks.
+    """
+    trainer = config.trainer
+    if world.is_alone or trainer.default_remote_dir is not None or trainer.val_only:
+        return
+    name, node = world.broadcast((f".agentrl-{uuid.uuid4().hex}", socket.gethostname()))
+    mark = trainer.default_local_dir / name
+    try:
+        with world.raise_on_all_ranks():
+            if world.is_main:
+                mark.touch()
+        with world.raise_on_all_ranks():
+            if not _appears(mark):
+                raise ConfigError(
+                    f"{mark.parent} of rank {world.rank} on node {socket.gethostname()} is not the "
+                    f"folder of rank 0 on node {node}",
+                    key="trainer.default_local_dir",
+                    expected="a folder that all nodes with ranks see, or a store for checkpoints: "
+                    "trainer.default_remote_dir=s3://...",
+                )
+    finally:
+        if world.is_main:
+            mark.unlink(missing_ok=True)
+
+
+def _appears(path: Path) -> bool:
+    end = time.monotonic() + APPEARS_S
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def claim_store(config: RunConfig) -> None:
