@@ -34,7 +34,12 @@ from agentrl.workers.load import load_hf_config, load_policy
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.rng import seed_everything
 from agentrl.workers.sequence_parallel import check_heads
-from agentrl.workers.tokenizer import check_tokenizer, find_disagreements, load_tokenizer
+from agentrl.workers.tokenizer import (
+    check_tokenizer,
+    find_disagreements,
+    load_processor,
+    load_tokenizer,
+)
 from agentrl.workers.value_model import choose_model
 
 
@@ -123,7 +128,9 @@ def check_policy(config: RunConfig, world: World) -> Checked[PolicyModel]:
         check_heads(load_hf_config(own), num_ranks, section="critic")
     # The checks use the weights as they are.
     fsdp = config.actor.fsdp_config.model_copy(update={"param_offload": False})
-    policy = load_policy(config.model, world, fsdp, seed=config.trainer.seed)
+    tokenizer = load_tokenizer(config.model)
+    processor = load_processor(config.model, tokenizer, kwargs=config.data.mm_processor_kwargs)
+    policy = load_policy(config.model, world, fsdp, seed=config.trainer.seed, processor=processor)
     if not config.trainer.val_only and config.trainer.default_remote_dir is None:
         needed = checkpoint_bytes(count_weights(policy.trained_weights()), config.actor.optim)
         if (critic := critic_size(config)) is not None:

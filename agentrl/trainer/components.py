@@ -210,7 +210,13 @@ def build_components(
     run_logger.notes([*check_rows(record, config), *check_model(config, setup)])
     encoder = make_reward_encoder(config, setup, data)
     groups = world.with_sequence_groups(config.actor.ulysses_sequence_parallel_size)
-    policy = load_policy(config.model, groups, config.actor.fsdp_config, seed=config.trainer.seed)
+    policy = load_policy(
+        config.model,
+        groups,
+        config.actor.fsdp_config,
+        seed=config.trainer.seed,
+        processor=setup.processor,
+    )
     run_logger.notes(check_policy(config, policy, setup, data))
     actor = make_actor(config, policy, total_steps)
     critic = make_critic(config, world, total_steps, policy.text_config.vocab_size)

@@ -98,14 +98,15 @@ def run_sft(
     model = (model or ModelConfig(path="")).without_lora()
     model = model.model_copy(update={"path": config.model_path})
     tokenizer = load_tokenizer(model)
+    processor = load_processor(model, tokenizer, kwargs=mm_processor_kwargs)
     template = ChatTemplate(
         tokenizer,
         custom_template=model.custom_chat_template,
         template_kwargs=template_kwargs,
         now=now,
-        media=load_processor(model, tokenizer, kwargs=mm_processor_kwargs),
+        media=processor,
     )
-    policy = load_policy(model, world, FsdpConfig())
+    policy = load_policy(model, world, FsdpConfig(), processor=processor)
     check_tokenizer(tokenizer, policy.config)
     dataset = Demonstrations(config, template, tools)
     optimizer = PolicyOptimizer(policy.trained_weights(), config.optim, world, config.steps)
