@@ -16,6 +16,7 @@ from agentrl.engines.protocol import Completion, FinishReason, SamplingParams, V
 from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
 from agentrl.errors import EngineError, ToolError
 from agentrl.interactions import InteractionResult
+from agentrl.media.positions import Run
 from agentrl.media.records import MediaSpan
 from agentrl.messages import ToolResponse
 from agentrl.rollout.context import RolloutContext
@@ -61,8 +62,8 @@ class WatchedRequest(AsyncRolloutRequest):
         self._model.reward = self.reward
         return self._model
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        super().begin(prompt_ids)
+    def begin(self, prompt_ids: Sequence[int], runs: Sequence[Run] = ()) -> None:
+        super().begin(prompt_ids, runs)
         self._model.prompt = list(prompt_ids)
         self._stepped()
 
@@ -86,8 +87,10 @@ class WatchedRequest(AsyncRolloutRequest):
         self._stepped()
         return turn
 
-    def append_observed(self, ids: Sequence[int], *, role: Any, seconds: float = 0.0) -> Turn:
-        turn = super().append_observed(ids, role=role, seconds=seconds)
+    def append_observed(
+        self, ids: Sequence[int], *, role: Any, seconds: float = 0.0, runs: Sequence[Run] = ()
+    ) -> Turn:
+        turn = super().append_observed(ids, role=role, seconds=seconds, runs=runs)
         self._model.append(role, list(ids), [0.0] * len(ids), [UNKNOWN] * len(ids))
         self._stepped()
         return turn

@@ -279,7 +279,8 @@ def test_prompts_encoded_together_have_the_tokens_of_each_one_alone(name: str, t
 
     async def encode_together() -> list[list[int]]:
         planned = map(template.plan_prompt, conversations)
-        return await asyncio.gather(*map(template.encode_planned, planned))
+        encoded = await asyncio.gather(*map(template.encode_planned, planned))
+        return [one.ids for one in encoded]
 
     together = asyncio.run(encode_together())
     template._runs.clear()
