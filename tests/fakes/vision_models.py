@@ -34,7 +34,7 @@ from transformers.models.qwen3_vl import Qwen3VLProcessor
 
 from agentrl.media.positions import Run
 from agentrl.media.processor import MediaProcessor
-from agentrl.media.records import LoadedMedia, MediaKind
+from agentrl.media.records import LoadedMedia, MediaKind, MediaSpan
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Models with three-dimensional positions."""
@@ -237,6 +237,30 @@ def encode_with_media(
             runs.append((start, start + item.run_length, item, offset))
         ids += new
     return ids, runs
+
+
+@torch.no_grad()
+def plain_vision_logits(
+    model: PreTrainedModel, ids: Sequence[int], media: Sequence[MediaSpan]
+) -> torch.Tensor:
+    """Logits [len(ids), V] of the model's own forward pass, without a cache.
+
+    Args:
+        model: One of `make_vision_model`.
+        ids: They have placeholders only where `media` is.
+        media: The runs of placeholders, in order.
+    """
+    given: dict[str, torch.Tensor] = {"input_ids": torch.tensor([ids])}
+    types = torch.zeros(1, len(ids), dtype=torch.int32)
+    for span in media:
+        types[0, span.start : span.end] = 1 if span.item.kind is MediaKind.IMAGE else 2
+    if media and model.config.model_type != PLAIN_FAMILY:
+        given["mm_token_type_ids"] = types
+    inputs = [span.item.inputs() for span in media if span.offset == 0]
+    for name in dict.fromkeys(name for one in inputs for name in one):
+        parts = [torch.from_numpy(one[name]) for one in inputs if name in one]
+        given[name] = torch.cat(parts)
+    return model(**given, use_cache=False).logits[0].float()
 
 
 def _byte_letters() -> list[str]:

@@ -19,6 +19,7 @@ from agentrl.engines.protocol import (
     generate_each,
 )
 from agentrl.engines.sglang.backend import JsonFields, Sampler
+from agentrl.engines.sglang.media import media_fields
 from agentrl.engines.stopping import Decode, StopCheck
 from agentrl.errors import EngineError
 from agentrl.media.records import MediaSpan
@@ -108,9 +109,12 @@ async def complete(
     answer = Answer()
     while True:
         rest = replace(sampling, max_new_tokens=max_tokens - len(answer.token_ids))
-        output = await sampler.generate(
-            generate_fields([*call.input_ids, *answer.token_ids], rest, key)
-        )
+        input_ids = [*call.input_ids, *answer.token_ids]
+        fields = generate_fields(input_ids, rest, key)
+        if call.media:
+            fields |= await asyncio.to_thread(media_fields, call.media, len(input_ids))
+        output = await sampler.generate(fields)
+        _check_prompt(output, len(input_ids))
         answer.append(output)
         reason = _reason(output, answer.token_ids, stop, max_tokens)
         if reason is not None:
@@ -291,6 +295,16 @@ def _reason(
     if stop.is_met(token_ids):
         return FinishReason.STOP
     return FinishReason.LENGTH if len(token_ids) >= max_tokens else None
+
+
+def _check_prompt(output: JsonFields, num_tokens: int) -> None:
+    """Check that SGLang has used as many input tokens as it was given."""
+    used = output["meta_info"].get("prompt_tokens", num_tokens)
+    if used != num_tokens:
+        raise EngineError(
+            f"SGLang has changed the input: it used {used} tokens",
+            expected=f"the {num_tokens} tokens of the call",
+        )
 
 
 def _check_finite(log_probs: Iterable[float | None]) -> None:
