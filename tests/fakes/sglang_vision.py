@@ -18,11 +18,13 @@ SIDE = 2 * PATCH
 
 
 def make_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """A small model with random weights."""
+    """A small model with random weights, whose most likely token is no placeholder."""
     config = _make_config(family)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
+        for token_id in (config.image_token_id, config.video_token_id):
+            model.get_output_embeddings().weight[token_id] = 0
     return model.float().eval()
 
 

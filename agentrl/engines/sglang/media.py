@@ -37,7 +37,7 @@ def media_fields(media: Sequence[MediaSpan], num_tokens: int) -> dict[str, Any]:
         spans = [span for span in media if span.item.kind is kind]
         if spans:
             tensors = _tower_inputs(spans)
-            tensors["offsets"] = torch.tensor([(span.start, span.end - 1) for span in spans])
+            tensors["offsets"] = torch.tensor([place for span in spans for place in _places(span)])
             tensors["mrope_positions"] = torch.from_numpy(
                 compute_position_ids(media, 0, num_tokens)
             )
@@ -48,11 +48,31 @@ def media_fields(media: Sequence[MediaSpan], num_tokens: int) -> dict[str, Any]:
 
 
 def _tower_inputs(spans: Sequence[MediaSpan]) -> dict[str, torch.Tensor]:
-    """Return the inputs of the items, in their order; an item that occurs twice is there twice."""
+    """Return the inputs of the items, in their order; an item that occurs twice is there twice.
+
+    Each frame of a video is an item to SGLang: its tower of Qwen2.5-VL would let the frames of a
+    video attend to each other, but the model's tower sees each frame alone.
+    """
     inputs = [span.item.inputs() for span in spans if span.offset == 0]
-    return {
-        name: torch.from_numpy(np.concatenate([one[name] for one in inputs])) for name in inputs[0]
+    tensors = {
+        name: torch.from_numpy(np.concatenate([one[name] for one in inputs]))
+        for name in inputs[0]
+        if name != "second_per_grid_ts"  # of positions, which are computed already
     }
+    for name, value in tensors.items():
+        if name.endswith("grid_thw"):
+            frames = value.repeat_interleave(value[:, 0], dim=0)
+            frames[:, 0] = 1
+            tensors[name] = frames
+    return tensors
+
+
+def _places(span: MediaSpan) -> list[tuple[int, int]]:
+    """Return the first and last token of each frame of a run."""
+    inputs = span.item.inputs()
+    num_frames = int(inputs[f"{span.item.kind}_grid_thw"][0, 0])
+    size = span.item.num_tokens // num_frames
+    return [(start, start + size - 1) for start in range(span.start, span.end, size)]
 
 
 def has_media(fields: JsonFields) -> bool:
