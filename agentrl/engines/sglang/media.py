@@ -5,6 +5,7 @@ vision tower, where their features are, and the position ids. So it decodes, res
 nothing. The format is agentrl's own; `processors.qwen_vl`, which runs inside SGLang, reads it.
 """
 
+import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from agentrl.media.records import MediaKind, MediaSpan
 MEDIA_FORMAT = "agentrl"
 """The value of `format` in an item of `image_data` or `video_data`. A SGLang without
 `arguments.PROCESSOR_PACKAGE` refuses it."""
+TEXT_PREFIX = "data:application/x-agentrl;base64,"
+"""Begins an item that is sent to a server; its tensors follow, as safetensors in base64."""
 _FIELDS = {kind: f"{kind}_data" for kind in MediaKind}
 
 
@@ -89,10 +92,12 @@ def no_tower(name: str, request_id: str) -> EngineError:
     )
 
 
-def as_bytes(fields: JsonFields) -> JsonFields:
-    """Return the fields of a request with the tensors of its media as bytes, for JSON."""
+def as_json(fields: JsonFields) -> JsonFields:
+    """Return the fields of a request with its media as text: servers take no other format."""
     found: Mapping[str, Any] = {
-        name: [one | {"tensors": save(one["tensors"])} for one in fields[name]]
+        name: [
+            TEXT_PREFIX + base64.b64encode(save(one["tensors"])).decode() for one in fields[name]
+        ]
         for name in _FIELDS.values()
         if name in fields
     }

@@ -11,7 +11,7 @@ from safetensors.torch import load
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 from sglang.srt.runtime_context import get_serving
 
-from agentrl.engines.sglang.media import MEDIA_FORMAT
+from agentrl.engines.sglang.media import MEDIA_FORMAT, TEXT_PREFIX
 
 
 class ReadyMediaProcessor(QwenVLImageProcessor):
@@ -51,16 +51,20 @@ def _as_processor_output(data: Any) -> Any:
     """Return items of our format as SGLang's `processor_output`, and others unchanged."""
     if not isinstance(data, list):
         return data
+    found = [(one, _read_tensors(one)) for one in data]
     return [
-        {"format": "processor_output"} | _read_tensors(one["tensors"])
-        if isinstance(one, dict) and one.get("format") == MEDIA_FORMAT
-        else one
-        for one in data
+        one if tensors is None else {"format": "processor_output"} | tensors
+        for one, tensors in found
     ]
 
 
-def _read_tensors(tensors: Any) -> dict[str, torch.Tensor]:
-    return load(base64.b64decode(tensors)) if isinstance(tensors, str) else tensors
+def _read_tensors(one: Any) -> dict[str, torch.Tensor] | None:
+    """Return the tensors of an item of our format, of this process or of a request's JSON."""
+    if isinstance(one, dict) and one.get("format") == MEDIA_FORMAT:
+        return one["tensors"]
+    if isinstance(one, str) and one.startswith(TEXT_PREFIX):
+        return load(base64.b64decode(one.removeprefix(TEXT_PREFIX)))
+    return None
 
 
 def _identity(item: Any, weight_version: str) -> int:

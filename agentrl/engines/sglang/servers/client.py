@@ -12,7 +12,7 @@ import aiohttp
 
 from agentrl.config.schema.engine import SGLangServerConfig
 from agentrl.engines.sglang.backend import JsonFields
-from agentrl.engines.sglang.media import as_bytes
+from agentrl.engines.sglang.media import as_json
 from agentrl.engines.sglang.weights.sync import UNFIT_VERSION
 from agentrl.errors import EngineError
 
@@ -87,7 +87,7 @@ class ServerClient:
             EngineError: The server refuses the call.
         """
         try:
-            answer = await self._post("generate", as_bytes(fields))
+            answer = await self._post("generate", as_json(fields))
         except (asyncio.CancelledError, ServerLateError):
             # Abort without a wait; the server itself would notice seconds later.
             task = asyncio.get_running_loop().create_task(self.abort(fields["rid"]))
