@@ -23,8 +23,9 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
+        head: Any = model.get_output_embeddings()
         for token_id in (config.image_token_id, config.video_token_id):
-            model.get_output_embeddings().weight[token_id] = 0
+            head.weight[token_id] = 0
     return model.float().eval()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from agentrl.engines.sglang.servers.launch import LocalServers, ServeOptions, pl
 from agentrl.engines.sglang.weights.buckets import ModelWeights
 from agentrl.engines.sglang.weights.tensor import TensorTransport
 from agentrl.engines.stopping import decoder_of
-from agentrl.errors import EngineError
+from agentrl.errors import ConfigError, EngineError
 from agentrl.media.positions import place_runs
 from agentrl.media.processor import MediaProcessor
 from agentrl.media.records import LoadedMedia, MediaKind, MediaSpan, Video
@@ -30,6 +31,7 @@ from tests.fakes.vision_models import (
     encode_with_media,
     load_picture,
     make_tokenizer,
+    make_vision_config,
     plain_vision_logits,
     random_picture,
 )
@@ -149,6 +151,12 @@ def case(
     model = make_model(request.param)
     yield Case(request.param, engine, make_processor(request.param), model)
     engine._host.close()
+
+
+def test_tower_with_patches_that_sglang_does_not_run_is_refused(tmp_path: Path):
+    make_vision_config("qwen2_5_vl").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="with patches of 4 pixels"):
+        ModelWeights.of(needs_of(tmp_path))
 
 
 async def continue_over_turns(case: Case) -> list[int]:

@@ -14,15 +14,17 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl.engines.sglang.arguments import SGLangNeeds
 from agentrl.engines.vision import has_vision, language_model
-from agentrl.errors import EngineError
+from agentrl.errors import ConfigError, EngineError
 
 NamedTensor = tuple[str, Tensor]
+_PATCH_SIZE = 14
 FIRST_BYTES = 64 * 1024**2
 """The first bucket's size. Each later one is twice as large, so a small model needs little."""
 
@@ -132,6 +134,21 @@ def _put(memory: Memory, name: str, tensor: Tensor, start: int) -> Entry:
     return Entry(name, tensor.shape, tensor.dtype, start, end)
 
 
+def check_tower(config: PretrainedConfig) -> None:
+    """Refuse a vision tower on which SGLang would fail at the first image.
+
+    Raises:
+        ConfigError: Its patches have a size that SGLang does not support.
+    """
+    size = config.vision_config.patch_size if config.model_type == "qwen2_5_vl" else _PATCH_SIZE
+    if size != _PATCH_SIZE:
+        raise ConfigError(
+            f"SGLang does not run a tower of Qwen2.5-VL with patches of {size} pixels",
+            key="model.path",
+            expected=f"vision_config.patch_size {_PATCH_SIZE}, or rollout.engine.name transformers",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """The model that SGLang was started with, as a module without memory.
@@ -148,6 +165,7 @@ class ModelWeights:
         config = AutoConfig.from_pretrained(
             needs.model_path, trust_remote_code=needs.trust_remote_code, **needs.override_config
         )
+        check_tower(config)
         auto = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
         with torch.device("meta"):
             module = auto.from_config(config, trust_remote_code=needs.trust_remote_code)
