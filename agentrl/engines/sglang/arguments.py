@@ -40,6 +40,9 @@ ENVIRONMENT: Mapping[str, str] = {
     "PYTHONWARNINGS": "ignore",
     "TQDM_DISABLE": "1",
     "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": PROCESSOR_PACKAGE,
+    # SGLang would keep the features of a running call's pictures over an update of the tower. The
+    # prefix cache has the keys and values of pictures, so few features are computed twice.
+    "SGLANG_VLM_CACHE_SIZE_MB": "0",
 }
 """Environment variables for SGLang and its processes."""
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
