@@ -27,12 +27,22 @@ CPU_ARGUMENTS: Mapping[str, Any] = {
     "disable_cuda_graph": True,
 }
 """What works without an accelerator."""
-CPU_ENVIRONMENT: Mapping[str, str] = {"SGLANG_PLATFORM": "agentrl_cpu"}
+CPU_ENVIRONMENT: Mapping[str, str] = {
+    "SGLANG_PLATFORM": "agentrl_cpu",
+    # The rotary embedding of the vision towers is compiled otherwise, which takes minutes here.
+    "TORCH_COMPILE_DISABLE": "1",
+}
+PROCESSOR_PACKAGE = "agentrl.engines.sglang.processors"
+"""SGLang imports it, and uses its processors of images and videos."""
 ENVIRONMENT: Mapping[str, str] = {
     # Our context length has a few tokens more than the model, which no sequence reaches.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     "PYTHONWARNINGS": "ignore",
     "TQDM_DISABLE": "1",
+    "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": PROCESSOR_PACKAGE,
+    # SGLang would keep the features of a running call's pictures over an update of the tower. The
+    # prefix cache has the keys and values of pictures, so few features are computed twice.
+    "SGLANG_VLM_CACHE_SIZE_MB": "0",
 }
 """Environment variables for SGLang and its processes."""
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -66,6 +76,8 @@ class SGLangNeeds:
     """The type of computation, as torch names it."""
     first_device: int = 0
     """Index of its accelerator, or of the first of several."""
+    has_tower: bool = False
+    """Whether the model has a vision tower."""
     gives_memory: bool = False
     """Whether it releases the accelerator's memory while the policy is trained."""
     seed: int = 0
@@ -109,6 +121,9 @@ def server_arguments(needs: SGLangNeeds, *, on_cpu: bool) -> dict[str, Any]:
         chosen["max_total_tokens"] = cpu_pool_tokens(needs)
     elif needs.gives_memory:
         chosen |= {"enable_memory_saver": True, "mem_fraction_static": SHARED_MEMORY_FRAC}
+        if needs.has_tower:
+            # An update after sleep may have the weights of the language model only.
+            chosen["enable_weights_cpu_backup"] = True
     return chosen | dict(needs.given)
 
 

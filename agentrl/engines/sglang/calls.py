@@ -1,8 +1,6 @@
 """Engine calls as SGLang requests: parameters, answers, aborts."""
 
 import asyncio
-import base64
-import io
 import itertools
 import math
 import time
@@ -11,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from agentrl.engines.protocol import (
     Completion,
@@ -22,9 +19,10 @@ from agentrl.engines.protocol import (
     generate_each,
 )
 from agentrl.engines.sglang.backend import JsonFields, Sampler
+from agentrl.engines.sglang.media import media_fields
 from agentrl.engines.stopping import Decode, StopCheck
 from agentrl.errors import EngineError
-from agentrl.media.records import MediaItem, MediaKind, MediaSpan
+from agentrl.media.records import MediaSpan
 
 FIRST_VERSION = "default"
 """SGLang's default name of the weights that it was started with."""
@@ -108,14 +106,15 @@ async def complete(
             f"the input has {len(call.input_ids)} tokens, the engine's limit is {max_model_len}",
             request_id=call.request_id,
         )
-    answer, pictures = Answer(), encode_pictures(call)
+    answer = Answer()
     while True:
         rest = replace(sampling, max_new_tokens=max_tokens - len(answer.token_ids))
-        ids = [*call.input_ids, *answer.token_ids]
-        fields = generate_fields(without_repeats(ids, call.media), rest, key)
-        output = await sampler.generate(fields | pictures)
-        if pictures:
-            _check_prompt(output, len(ids), call.request_id)
+        input_ids = [*call.input_ids, *answer.token_ids]
+        fields = generate_fields(input_ids, rest, key)
+        if call.media:
+            fields |= await asyncio.to_thread(media_fields, call.media, len(input_ids))
+        output = await sampler.generate(fields)
+        _check_prompt(output, len(input_ids))
         answer.append(output)
         reason = _reason(output, answer.token_ids, stop, max_tokens)
         if reason is not None:
@@ -253,60 +252,6 @@ class BaseSGLangEngine(ABC):
         await asyncio.gather(*(call.abort() for call in calls))
 
 
-def encode_pictures(call: EngineCall) -> dict[str, Any]:
-    """Return the images of a call as fields of SGLang's `GenerateReqInput`.
-
-    Raises:
-        EngineError: The call has a video.
-    """
-    if any(span.item.kind is not MediaKind.IMAGE for span in call.media):
-        raise EngineError(
-            "SGLang engines take images, but no videos yet",
-            request_id=call.request_id,
-            expected="rollout.engine.name: transformers",
-        )
-    return {"image_data": [_as_url(span.item) for span in call.media]} if call.media else {}
-
-
-def without_repeats(ids: list[int], media: Sequence[MediaSpan]) -> list[int]:
-    """Return tokens with one placeholder for each image: SGLang repeats it, and keeps the others.
-
-    Example:
-        >>> without_repeats([5, 9, 9, 9, 6], [MediaSpan(1, 4, item, 0, 1)])
-        [5, 9, 6]
-    """
-    kept, at = list[int](), 0
-    for span in media:
-        kept += ids[at : span.start + 1]
-        at = span.end
-    return [*kept, *ids[at:]]
-
-
-_urls: "WeakKeyDictionary[MediaItem, str]" = WeakKeyDictionary()
-"""Images as data URLs; each turn of a request sends all of its images."""
-
-
-def _as_url(item: MediaItem) -> str:
-    if (found := _urls.get(item)) is None:
-        buffer = io.BytesIO()
-        item.loaded.data.save(buffer, "PNG", compress_level=1)
-        found = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-        _urls[item] = found
-    return found
-
-
-def _check_prompt(output: JsonFields, num_tokens: int, request_id: str) -> None:
-    """Check that SGLang read as many tokens as the ledger has."""
-    found = output["meta_info"].get("prompt_tokens", num_tokens)
-    if found != num_tokens:
-        raise EngineError(
-            f"SGLang read {found} tokens, the request has {num_tokens}",
-            request_id=request_id,
-            expected="the same processor settings: data.mm_processor_kwargs are not sent to "
-            "SGLang; write them into the model's preprocessor_config.json",
-        )
-
-
 def generate_fields(input_ids: list[int], sampling: SamplingParams, key: str) -> dict[str, Any]:
     """Return a call as the fields of SGLang's `GenerateReqInput`."""
     return {
@@ -350,6 +295,16 @@ def _reason(
     if stop.is_met(token_ids):
         return FinishReason.STOP
     return FinishReason.LENGTH if len(token_ids) >= max_tokens else None
+
+
+def _check_prompt(output: JsonFields, num_tokens: int) -> None:
+    """Check that SGLang has used as many input tokens as it was given."""
+    used = output["meta_info"].get("prompt_tokens", num_tokens)
+    if used != num_tokens:
+        raise EngineError(
+            f"SGLang has changed the input: it used {used} tokens",
+            expected=f"the {num_tokens} tokens of the call",
+        )
 
 
 def _check_finite(log_probs: Iterable[float | None]) -> None:

@@ -25,8 +25,10 @@ from agentrl.engines.sglang.arguments import (
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from agentrl.engines.sglang.servers.directory import ServerDirectory
 from agentrl.engines.sglang.servers.factory import SyncSource, connect
+from agentrl.engines.vision import has_vision
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.plugins.environment import install_command
+from agentrl.workers.load import load_hf_config
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.shards import local_tensor
 
@@ -217,6 +219,7 @@ def sglang_needs(config: RunConfig, dtype: torch.dtype) -> SGLangNeeds:
         seed=config.rollout.seed,
         trust_remote_code=model.trust_remote_code,
         override_config=model.override_config,
+        has_tower=has_vision(load_hf_config(model)),
         given=config.rollout.engine.sglang.server_arguments,
     )
 

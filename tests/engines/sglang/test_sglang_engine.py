@@ -12,9 +12,16 @@ import pytest
 from agentrl.engines.protocol import FinishReason, SamplingParams
 from agentrl.engines.sglang.arguments import UNSYNCED, SGLangNeeds, server_arguments
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EngineError
+from agentrl.media.positions import place_runs
 from tests.engines.conformance import PROMPT, greedy
 from tests.fakes.engines import plain_log_probs, tiny_model
+from tests.fakes.vision_models import (
+    encode_with_media,
+    load_picture,
+    make_processor,
+    random_picture,
+)
 
 pytestmark = pytest.mark.sglang
 
@@ -51,6 +58,14 @@ async def test_weights_of_another_model_in_between_are_gone(running: SGLangEngin
     completion = await running.generate(PROMPT, greedy(), request_id="a")
     expected = plain_log_probs(model, PROMPT, completion, 0)
     assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+async def test_picture_for_a_model_without_a_tower_is_refused(running: SGLangEngine):
+    processor = make_processor("qwen2_vl")
+    _, runs = encode_with_media(processor, [load_picture(random_picture(0))])
+    media = place_runs([], runs)
+    with pytest.raises(EngineError, match="has a model without a vision tower"):
+        await running.generate(PROMPT, greedy(), request_id="a", media=media)
 
 
 async def test_request_with_an_id_that_is_a_prefix_of_another_is_aborted_alone(

@@ -23,6 +23,7 @@ from agentrl.engines.sglang.arguments import (
 from agentrl.engines.sglang.backend import Backend, JsonFields, SleepingBackend, flush
 from agentrl.engines.sglang.calls import AbortableCall, BaseSGLangEngine
 from agentrl.engines.sglang.inprocess.host import SGLangHost
+from agentrl.engines.sglang.media import no_tower
 from agentrl.engines.sglang.weights.buckets import ModelWeights
 from agentrl.engines.sglang.weights.sync import DEFAULT_BUCKET_BYTES, Target, update_weights
 from agentrl.engines.sglang.weights.tensor import TensorTransport
@@ -117,7 +118,13 @@ class SGLangEngine(BaseSGLangEngine):
         request_id: str,
         media: Sequence[MediaSpan] = (),
     ) -> Completion:
-        """Continue `input_ids` (see `Engine.generate`)."""
+        """Continue `input_ids` (see `Engine.generate`).
+
+        Raises:
+            EngineError: The model has no vision tower, or see `BaseSGLangEngine.generate`.
+        """
+        if media and self._weights is not None and not self._weights.has_tower:
+            raise no_tower(self._backend.name, request_id)
         async with self._barrier.call():
             return await super().generate(input_ids, sampling, request_id=request_id, media=media)
 

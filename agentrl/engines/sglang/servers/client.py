@@ -12,6 +12,7 @@ import aiohttp
 
 from agentrl.config.schema.engine import SGLangServerConfig
 from agentrl.engines.sglang.backend import JsonFields
+from agentrl.engines.sglang.media import as_json
 from agentrl.engines.sglang.weights.sync import UNFIT_VERSION
 from agentrl.errors import EngineError
 
@@ -48,6 +49,8 @@ class ServerState:
     """Its tensor-parallel ranks."""
     can_sleep: bool
     """Whether it can release its memory."""
+    has_tower: bool = False
+    """Whether its model reads images."""
     num_calls: int = 0
     """Calls of all its clients, running and waiting; 0 if it does not report them."""
 
@@ -91,7 +94,7 @@ class ServerClient:
             EngineError: The server refuses the call.
         """
         try:
-            answer = await self._post("generate", fields)
+            answer = await self._post("generate", as_json(fields))
         except (asyncio.CancelledError, ServerLateError):
             # Abort without a wait; the server itself would notice seconds later.
             task = asyncio.get_running_loop().create_task(self.abort(fields["rid"]))
@@ -151,6 +154,7 @@ class ServerClient:
                 max_input_tokens=server["max_req_input_len"],
                 tp_size=server["tp_size"],
                 can_sleep=server["device"] != "cpu" and server["enable_memory_saver"],
+                has_tower=bool(model.get("has_image_understanding")),
                 num_calls=num_calls,
             )
         except (KeyError, TypeError) as error:

@@ -11,6 +11,7 @@ from agentrl.config.schema.engine import SGLangServerConfig
 from agentrl.engines.protocol import ALL_MEMORY, MemoryTag, SyncFigures
 from agentrl.engines.sglang.backend import JsonFields, flush
 from agentrl.engines.sglang.calls import AbortableCall, BaseSGLangEngine
+from agentrl.engines.sglang.media import has_media, no_tower
 from agentrl.engines.sglang.servers.client import ServerFailedError
 from agentrl.engines.sglang.servers.handle import HALF_UPDATED, ServerHandle
 from agentrl.engines.sglang.servers.pool import FIRST_BACKOFF_S, ServerPool
@@ -215,6 +216,8 @@ class ServerCall(AbortableCall):
         failures: dict[ServerHandle, EngineError] = {}
         for attempt in range(self._pool.settings.max_retries + 1):
             server = await self._pool.choose(self.request_id, avoid=list(failures))
+            if has_media(fields) and server.state is not None and not server.state.has_tower:
+                raise no_tower(server.name, self.request_id)
             if server in failures:
                 await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
             try:

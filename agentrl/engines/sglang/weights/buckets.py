@@ -10,13 +10,21 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl.engines.sglang.arguments import SGLangNeeds
-from agentrl.errors import EngineError
+from agentrl.engines.vision import has_vision, language_model
+from agentrl.errors import ConfigError, EngineError
 
 NamedTensor = tuple[str, Tensor]
+_PATCH_SIZE = 14
 FIRST_BYTES = 64 * 1024**2
 """The first bucket's size. Each later one is twice as large, so a small model needs little."""
 
@@ -126,6 +134,21 @@ def _put(memory: Memory, name: str, tensor: Tensor, start: int) -> Entry:
     return Entry(name, tensor.shape, tensor.dtype, start, end)
 
 
+def check_tower(config: PretrainedConfig) -> None:
+    """Refuse a vision tower on which SGLang would fail at the first image.
+
+    Raises:
+        ConfigError: Its patches have a size that SGLang does not support.
+    """
+    size = config.vision_config.patch_size if config.model_type == "qwen2_5_vl" else _PATCH_SIZE
+    if size != _PATCH_SIZE:
+        raise ConfigError(
+            f"SGLang does not run a tower of Qwen2.5-VL with patches of {size} pixels",
+            key="model.path",
+            expected=f"vision_config.patch_size {_PATCH_SIZE}, or rollout.engine.name transformers",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """The model that SGLang was started with, as a module without memory.
@@ -142,16 +165,22 @@ class ModelWeights:
         config = AutoConfig.from_pretrained(
             needs.model_path, trust_remote_code=needs.trust_remote_code, **needs.override_config
         )
+        check_tower(config)
+        auto = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=needs.trust_remote_code
-            )
+            module = auto.from_config(config, trust_remote_code=needs.trust_remote_code)
         return cls(module)
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether the model has a vision tower."""
+        return has_vision(self.module.config)
 
     def for_files(self, named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Check each weight against the model, and convert it to the tensors of the files.
 
-        SGLang itself would fail on a wrong shape, and ignore a missing weight.
+        SGLang itself would fail on a wrong shape, and ignore a missing weight. Weights of a vision
+        tower and its projector may be missing, because a frozen tower is not sent.
 
         Raises:
             EngineError: A weight has another name or shape, or weights are missing at the end.
@@ -166,5 +195,14 @@ class ModelWeights:
                     expected=f"shape {tuple(shape)}" if shape else "each of its names once",
                 )
             yield from revert_weight_conversion(self.module, {name: tensor}).items()
-        if expected:
-            raise EngineError(f"weights of the model are missing: {', '.join(list(expected)[:5])}")
+        of_tower = self._of_tower() if self.has_tower else set[str]()
+        missing = [name for name in expected if name not in of_tower]
+        if missing:
+            raise EngineError(f"weights of the model are missing: {', '.join(missing[:5])}")
+
+    def _of_tower(self) -> set[str]:
+        """Return the names of the weights that are not the language model's."""
+        language = [language_model(self.module), self.module.get_output_embeddings()]
+        kept = {id(weight) for part in language if part is not None for weight in part.parameters()}
+        named = self.module.named_parameters()
+        return {name for name, weight in named if id(weight) not in kept}
