@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from agentrl.errors import ClusterError, ConfigError
 from agentrl.plugins.environment import num_cores
 
 LOCAL = "local"
+CONNECT_TIMEOUT_S = 10.0
 
 
 @contextmanager
@@ -47,6 +49,7 @@ def connected(config: ClusterConfig, *, min_cpus: float = 0) -> Iterator[str]:
     already = ray.is_initialized()
     try:
         if not already:
+            _check_listens(address)
             with _own_session():
                 ray.init(
                     address=address,
@@ -68,6 +71,16 @@ def connected(config: ClusterConfig, *, min_cpus: float = 0) -> Iterator[str]:
     finally:
         if not already:
             ray.shutdown()
+
+
+def _check_listens(address: str) -> None:
+    """Raise if nothing listens at the address of a cluster, `host:port`. Ray tries it for long."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            raise ConnectionError(error.strerror or f"{error}") from error
 
 
 @contextmanager
