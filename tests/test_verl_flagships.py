@@ -206,6 +206,7 @@ def small(home: Path, folder: Path) -> list[str]:
         f"{R}.max_model_len=1000", "rollout.multi_turn.max_tokens_per_turn=16",
         "rollout.engine.name=transformers", f"{A}.ulysses_sequence_parallel_size=1",
         "trainer.total_training_steps=2", "trainer.plot=false", "trainer.n_gpus_per_node=1",
+        "trainer.logger=[console,jsonl]",  # wandb is an extra
         f"trainer.default_local_dir={folder / 'out'}", f"data.cache_dir={folder / 'cache'}",
     ]  # fmt: skip
 

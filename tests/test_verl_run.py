@@ -121,7 +121,7 @@ def overrides(home: Path, folder: Path) -> list[str]:
         f"+{rollout}.multi_turn.max_user_turns=1",
         f"{rollout}.multi_turn.interaction_config_path={users}",
         f"custom_reward_function.path={folder / 'score.py'}",
-        "trainer.logger=['console','wandb']",
+        "trainer.logger=['console','clearml']",
         "trainer.n_gpus_per_node=1",
         "trainer.val_before_train=False",
         f"trainer.default_local_dir={folder / 'run'}",
@@ -151,7 +151,7 @@ def test_a_run_of_verls_trains_a_step(capsys: Capture, verl_run: list[Any], tmp_
     output = run_agentrl(capsys, "train", *verl_run, "rollout.engine.name=transformers")
     assert (output.code, output.err) == (0, "")
     assert "keys of verl's tree read" in output.out
-    assert "agentrl has no wandb" in output.out
+    assert "agentrl has no clearml" in output.out
     assert "actor_rollout_ref.rollout.gpu_memory_utilization" not in output.out, "verl's default"
     assert "actor_rollout_ref.model.use_remove_padding: rows are always packed" in output.out
     [step] = [line for line in read_lines(tmp_path / "run/metrics.jsonl") if line["step"] == 1]

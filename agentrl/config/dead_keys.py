@@ -7,10 +7,10 @@ default without effect misleads no user.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from agentrl.config.schema.correction import RolloutCorrectionConfig
-from agentrl.config.schema.run import RunConfig
+from agentrl.config.schema.run import RunConfig, TrackerName
 from agentrl.config.schema.section import Section
 from agentrl.config.schema.training import UpdateConfig
 from agentrl.config.tables import (
@@ -176,6 +176,7 @@ CONDITIONS: Mapping[str, Callable[[RunConfig], bool]] = {
     ),
     "runs_no_code": lambda c: not may_use(c, "code"),
     "scores_no_math": lambda c: not may_use(c, "math"),
+    "has_no_tracker": lambda c: not {*get_args(TrackerName)} & {*c.trainer.logger},
     "has_no_cluster": lambda c: not c.asks_for_cluster,
     "has_bundled_loss": lambda c: chosen_loss(c) in method_facts().losses,
     "has_one_mini_batch": lambda c: num_mini_batches(c, c.actor) == 1,

@@ -50,6 +50,11 @@ class Checkpointer:
         self._start = ""
         self._running: RunningSave | None = None
 
+    @property
+    def start_folder(self) -> Path:
+        """Folder with the record of this start of the run, after `load`."""
+        return self._folder / self._start
+
     def load(self) -> RunState | None:
         """Load the checkpoint that `trainer.resume_mode` asks for, if there is one.
 

@@ -247,7 +247,7 @@ def build_components(
         manager=manager,
         rollout_pool=pool,
         sampler=StepSampler(config, manager, world, run_logger, num_batches=num_batches),
-        files=RolloutFiles(config, world, run_logger),
+        files=RolloutFiles(config, world, run_logger, setup.template.decode),
         record=record,
         total_steps=total_steps,
         seconds_prepare=seconds_prepare,

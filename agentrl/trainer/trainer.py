@@ -163,7 +163,9 @@ class Trainer:
         # step, which a killed run may have written.
         logged = self.step if unlogged is None else self.step - 1
         self.run_logger.open(
-            resumed_step=logged if self.step else None, total_steps=self.components.total_steps
+            start=self._checkpointer.start_folder,
+            resumed_step=logged if self.step else None,
+            total_steps=self.components.total_steps,
         )
         if self.step == 0 and self.config.trainer.val_before_train and self.components.data.val:
             self.log_step(self.validate())

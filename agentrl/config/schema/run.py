@@ -328,13 +328,17 @@ def _resume_path_by_its_short_name(mode: object) -> object:
     return "resume_path" if mode == "path" else mode
 
 
+TrackerName = Literal["wandb", "mlflow", "swanlab", "trackio"]
+"""Trackers of runs: each is the name of a logger and of the extra with its package."""
+
+
 class TrainerConfig(Section):
     """The training loop, its outputs and their intervals."""
 
     project_name: str = "agentrl"
-    """Name of a group of runs."""
+    """Name of a group of runs, also in trackers."""
     experiment_name: str = "run"
-    """Name of this run."""
+    """Name of this run, also in trackers."""
     default_local_dir: UserPath = Path("runs/run")
     """The folder of everything that a run writes. With ranks on several nodes it is a folder that
     all of them see, or `default_remote_dir` is set."""
@@ -350,10 +354,16 @@ class TrainerConfig(Section):
     """First steps in which the critic is trained and the policy is not."""
     total_epochs: int = Field(default=1, ge=1)
     """Passes over the training rows; read if `total_training_steps` is null."""
-    logger: list[Literal["console", "jsonl", "tensorboard"]] = Field(
+    logger: list[Literal["console", "jsonl", "tensorboard", TrackerName]] = Field(
         default_factory=lambda: ["console", "jsonl"]
     )
-    """Outputs of the metrics of each step."""
+    """Outputs of the metrics of each step. `wandb`, `mlflow`, `swanlab` and `trackio` need the
+    extra of that name, and the login of their services unless they write to this machine."""
+    log_val_generations: int = Field(default=0, ge=0)
+    """Rollouts of each validation that trackers show as a table: prompt, response, reward, stop
+    reason. The same prompts each time."""
+    log_train_generations: int = Field(default=0, ge=0)
+    """Training rollouts of each step that trackers show as a table."""
     test_freq: int = Field(default=-1, ge=-1)
     """Validate every so many steps; -1: only before and after."""
     save_freq: int = Field(default=-1, ge=-1)

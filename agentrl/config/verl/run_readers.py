@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from agentrl.config.schema.run import TrainerConfig
+from agentrl.config.schema.run import TrackerName, TrainerConfig
 from agentrl.config.verl.mapping import Ignored, KeyMapping, Mapped, Tree, as_list, integer
 from agentrl.config.verl.policy_readers import prompts_per_step
 from agentrl.errors import ConfigError
@@ -305,12 +305,19 @@ def _unless_recorded(tree: Tree) -> str:
 
 
 def loggers(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
-    """Take the loggers that agentrl has, and name the others."""
+    """Take the loggers that agentrl has, and name the others.
+
+    verl's default names wandb. It sends a run to a service, so it must be asked for.
+    """
     [known] = (get_args(o) for o in get_args(TrainerConfig.model_fields["logger"].annotation))
     wanted = [str(name) for name in as_list(value)]
     missing = [name for name in wanted if name not in known]
-    kept = dict.fromkeys([*(name for name in wanted if name in known), "jsonl"])
     note = f"agentrl has no {', '.join(missing)}; metrics.jsonl has the metrics" if missing else ""
+    if not tree.is_chosen(row.name):
+        unasked = [name for name in wanted if name in get_args(TrackerName)]
+        missing += unasked
+        note = f"{', '.join(unasked)} only if the file names it"
+    kept = dict.fromkeys([*(name for name in wanted if name not in missing), "jsonl"])
     return Mapped({"trainer.logger": list(kept)}, note)
 
 

@@ -1,7 +1,8 @@
 """The output of a run: lines, progress bars, metrics, and the learning curve at the end."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
@@ -16,9 +17,12 @@ from rich.progress import (
 from agentrl.atomic_io import remove_drafts
 from agentrl.config.schema.run import TrainerConfig
 from agentrl.errors import DataError
+from agentrl.remote_io import locate
 from agentrl.trainer.metrics.console import ConsoleSink
 from agentrl.trainer.metrics.curve import plot_curve
 from agentrl.trainer.metrics.sinks import METRICS_FILE, JsonlSink, Sink, TensorBoardSink
+from agentrl.trainer.metrics.tracker_process import TrackedRun
+from agentrl.trainer.metrics.trackers import Generation, TrackerSink
 from agentrl.trainer.state.run_folder import RunLock
 
 
@@ -60,16 +64,17 @@ class RunLogger:
         if self._is_main:
             self._lock.take()
 
-    def open(self, *, resumed_step: int | None, total_steps: int = 0) -> None:
+    def open(self, *, start: Path, resumed_step: int | None, total_steps: int = 0) -> None:
         """Open the sinks that `trainer.logger` names, and remove incomplete files.
 
         Args:
+            start: Folder with the record of this start of the run, for trackers.
             resumed_step: Step of the checkpoint that the run resumes from; metrics of later steps
                 are dropped. None for a new run: metrics of an earlier run are renamed.
             total_steps: Steps of the whole run.
 
         Raises:
-            MissingExtraError: for `tensorboard` without its package.
+            MissingExtraError: for `tensorboard` without its package; `check_run` checks trackers.
             OSError: if the run's folder cannot be written.
         """
         if not self._is_main:
@@ -87,6 +92,18 @@ class RunLogger:
                 case "tensorboard":
                     folder = run / "tensorboard"
                     self._sinks.append(TensorBoardSink(folder, resumed_step=resumed_step))
+                case tracker:
+                    saved = locate(config.default_remote_dir or run)
+                    tracked = TrackedRun(
+                        tracker=tracker,
+                        project=config.project_name,
+                        experiment=config.experiment_name,
+                        folder=str(run),
+                        start=str(start),
+                        record=str(saved / "trackers" / f"{tracker}.json"),
+                        is_resumed=resumed_step is not None,
+                    )
+                    self._sinks.append(TrackerSink(tracked, self.info))
 
     def info(self, *lines: str) -> None:
         """Print lines."""
@@ -101,6 +118,12 @@ class RunLogger:
         """Log the metrics of one step to every sink."""
         for sink in self._sinks:
             sink.log(step, metrics)
+
+    def log_generations(self, step: int, name: str, rows: Sequence[Generation]) -> None:
+        """Give a table of rollouts to every tracker, before the metrics of the step."""
+        for sink in self._sinks:
+            if isinstance(sink, TrackerSink):
+                sink.log_generations(step, name, rows)
 
     @contextmanager
     def bar(self, name: str, total: int) -> Iterator[Callable[[int], None]]:

@@ -30,7 +30,9 @@ from agentrl.errors import AgentRLError, DataError
 from agentrl.rewards import combine_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.metrics.run_logger import RunLogger
+from agentrl.trainer.metrics.trackers import TRACKERS, Generation
 from agentrl.trainer.rollouts.pictures import PictureCollector, read_picture, write_pictures
+from agentrl.trainer.rollouts.transcript import Decode
 from agentrl.workers.distributed import World
 from agentrl.workers.update import SkippedStep
 
@@ -38,6 +40,8 @@ LINE_VERSION = 1
 """Version of a line; the request in it has its own (`RECORD_VERSION`)."""
 SKIPPED = "skipped"
 """Subfolder of the run's folder with the rows for which an optimizer step was skipped."""
+_MAX_SHOWN_CHARS = 20_000
+"""Characters of a text in a tracker's table."""
 _FILE = re.compile(r"(?:step|val|val_.+)_(\d{6,})\.jsonl")
 
 
@@ -284,30 +288,38 @@ class _RankLine(NamedTuple):
 
 
 class RolloutFiles:
-    """Saves a run's rollouts. Every method is a collective; the main rank writes.
+    """Saves a run's rollouts, and gives some to trackers. Every method is a collective.
 
     Args:
         config: The folders, and how rewards are combined.
-        world: The ranks; each has its own rollouts.
-        run_logger: Reports what could not be written.
+        world: The ranks; each has its own rollouts. The main rank writes.
+        run_logger: Has the trackers, and reports what could not be written.
+        decode: Decodes tokens for trackers.
     """
 
-    def __init__(self, config: RunConfig, world: World, run_logger: RunLogger) -> None:
+    def __init__(
+        self, config: RunConfig, world: World, run_logger: RunLogger, decode: Decode
+    ) -> None:
         self._config = config.trainer
         self._reward = config.reward
         self._world = world
         self._run_logger = run_logger
         self._pictures: defaultdict[Path, PictureCollector] = defaultdict(PictureCollector)
+        self._decode = decode
 
     def save_step(self, step: int, requests: Sequence[AsyncRolloutRequest]) -> None:
         """Save training rollouts, if `trainer.rollout_data_dir` names a folder."""
-        self._save_all(self._config.rollout_data_dir, requests, step, "step")
+        config = self._config
+        self._save_all(config.rollout_data_dir, requests, step, "step")
+        self._show(step, "rollout/generations", requests, config.log_train_generations)
 
     def save_validation(
         self, step: int, requests: Sequence[AsyncRolloutRequest], name: str
     ) -> None:
         """Save a set's rollouts, if `trainer.validation_data_dir` names a folder."""
-        self._save_all(self._config.validation_data_dir, requests, step, f"val_{name}")
+        config = self._config
+        self._save_all(config.validation_data_dir, requests, step, f"val_{name}")
+        self._show(step, f"val/{name}/generations", requests, config.log_val_generations)
 
     def save_skipped(
         self, step: int, requests: Sequence[AsyncRolloutRequest], skipped: Sequence[SkippedStep]
@@ -352,8 +364,38 @@ class RolloutFiles:
         pictures = self._pictures[path.parent]
         return _RankLine(sort_key, to_line(request, step, pictures, note, reward=self._reward))
 
+    def _show(
+        self, step: int, name: str, requests: Sequence[AsyncRolloutRequest], limit: int
+    ) -> None:
+        """Give trackers the first sample of each of the first prompts; then the second ones."""
+        if not limit or not set(TRACKERS) & set(self._config.logger):
+            return
+        in_order = sorted(requests, key=lambda one: (one.rollout_offset, one.batch_data_id))
+        rows = [
+            Generation(
+                sample=one.rollout_offset,
+                row=one.batch_data_id,
+                prompt=_shortened(self._decode(one.prompt_ids)),
+                response=_shortened(self._decode(one.response_ids)),
+                reward=combine_rewards(one, self._reward).total,
+                stop_reason=str(one.stop_reason),
+            )
+            for one in in_order[:limit]
+        ]
+        gathered = sorted(self._world.gather_on_main(rows))
+        self._run_logger.log_generations(step, name, gathered[:limit])
+
     def _save(self, path: Path, lines: Sequence[_RankLine], what: str) -> None:
         gathered = sorted(self._world.gather_on_main(lines), key=lambda one: one.sort_key)
         if self._world.is_main:
             with self._run_logger.ignoring_write_errors(what):
                 save_lines(path, (one.line for one in gathered))
+
+
+def _shortened(text: str) -> str:
+    """Replace the middle of a long text by the number of its characters."""
+    left_out = len(text) - _MAX_SHOWN_CHARS
+    if left_out <= 0:
+        return text
+    half = _MAX_SHOWN_CHARS // 2
+    return f"{text[:half]} [{left_out} characters left out] {text[-half:]}"

@@ -22,6 +22,7 @@ from agentrl.rewards import get_reward_manager
 from agentrl.rollout.tool_parsers import get_tool_parser
 from agentrl.tools import BaseTool
 from agentrl.tools.function_tool import FunctionTool
+from agentrl.trainer.metrics.trackers import check_trackers
 from agentrl.trainer.setup.plugins import (
     GIVEN,
     Plugins,
@@ -69,8 +70,11 @@ def check_run(
         ConfigError: for contradictory settings, an unknown name or a missing model folder.
         PluginError: for a module, class path or function path that cannot be imported.
         DataError: for a missing data file.
+        MissingExtraError: for a tracker without its package.
     """
     notes = check_config(config, world_size=world_size, file=file, purpose=purpose)
+    if purpose is Purpose.TRAIN:
+        check_trackers(config.trainer)
     try:
         import_plugins(config.plugins)
         check_known_names(config)

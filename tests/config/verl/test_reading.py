@@ -136,7 +136,7 @@ def test_a_run_of_verls_is_read_from_its_file_and_its_command_line(tmp_path: Pat
         "actor.ppo_max_token_len_per_gpu": 10 * 2048,
         "actor.use_kl_loss": True,
         "algorithm.adv_estimator": "grpo",
-        "trainer.logger": ["console", "jsonl"],
+        "trainer.logger": ["console", "wandb", "jsonl"],
         "trainer.default_local_dir": Path("checkpoints/verl_examples/first"),
         "trainer.total_epochs": 15,
         "trainer.n_gpus_per_node": 8,
@@ -194,6 +194,7 @@ CHOICES = {
     "trainer.n_gpus_per_node": ("trainer.n_gpus_per_node", 8),
     "actor_rollout_ref.rollout.agent.num_workers": ("rollout.num_workers", 8),
     "actor_rollout_ref.nccl_timeout": ("trainer.collective_timeout_s", 600),
+    "trainer.logger": ("trainer.logger", ["console", "wandb", "jsonl"]),
 }
 """Keys whose default holds for verl's machines: left out, ours hold, and given, the value does."""
 WRITTEN_OUT = {
@@ -236,6 +237,10 @@ def test_a_default_that_is_written_counts_as_set(key: str):
     used = {f"{R}.multi_turn.enable": True, f"{R}.multi_turn.tool_config_path": "t.yaml",
             "data.filter_overlong_prompts": True}  # fmt: skip
     assert ours(read({**used, key: single_keys()[key].default}), name) == value
+
+
+def test_wandb_that_only_verls_default_names_is_no_logger():
+    assert ours(BASE, "trainer.logger") == ["console", "jsonl"]
 
 
 def test_a_default_of_verls_without_effect_is_no_dead_key_of_the_users():
@@ -513,6 +518,9 @@ def test_a_path_of_verls_authors_is_no_default(key: str):
         ({"data.train_max_samples": 64}, "data.train_max_samples", 64),
         ({"data.trust_remote_code": True}, "model.trust_remote_code", True),
         ({"trainer.logger": "tensorboard"}, "trainer.logger", ["tensorboard", "jsonl"]),
+        ({"trainer.logger": ["swanlab", "mlflow", "trackio", "clearml"]}, "trainer.logger",
+         ["swanlab", "mlflow", "trackio", "jsonl"]),
+        ({"trainer.log_val_generations": 10}, "trainer.log_val_generations", 10),
         ({"trainer.save_freq": 0}, "trainer.save_freq", -1),
         ({"trainer.max_actor_ckpt_to_keep": 5}, "trainer.max_ckpt_to_keep", 5),
         ({f"{M}.override_config.model_config.rope_theta": 1e6}, "model.override_config",
@@ -765,7 +773,7 @@ def test_the_report_in_short_groups_by_reason_and_leaves_defaults_out():
         f"{A}.profiler.all_ranks": True,
         "critic.optim.lr": 3e-5,
         "critic.strategy": "fsdp2",
-        "trainer.logger": ["wandb"],
+        "trainer.logger": ["clearml"],
     }
     summary = report_of(changes).summarize()
     lines = summary.splitlines()
@@ -773,7 +781,7 @@ def test_the_report_in_short_groups_by_reason_and_leaves_defaults_out():
     assert f"    {A}.profiler.*: " in summary
     assert "    critic.optim.lr, critic.strategy: " in summary
     assert "enable_activation_offload" not in summary
-    assert any("no wandb" in line for line in lines)
+    assert any("no clearml" in line for line in lines)
     assert any("data.train_batch_size=1024" in line for line in lines)
 
 

@@ -237,7 +237,7 @@ def test_each_step_goes_to_the_sinks_that_the_run_file_names(tmp_path):
     out = io.StringIO()
     config = TrainerConfig(default_local_dir=tmp_path, logger=["console", "jsonl", "jsonl"])
     run_logger = RunLogger(config, console=Console(file=out))
-    run_logger.open(resumed_step=None)
+    run_logger.open(start=tmp_path, resumed_step=None)
     run_logger.track(1, STEP)
     run_logger.close()
     assert "0.125" in out.getvalue()

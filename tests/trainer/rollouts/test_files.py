@@ -15,6 +15,7 @@ from agentrl.config.schema.run import DataConfig, ModelConfig, RunConfig, Traine
 from agentrl.errors import DataError
 from agentrl.rollout.states import StopReason
 from agentrl.trainer.metrics.run_logger import RunLogger
+from agentrl.trainer.metrics.trackers import Generation
 from agentrl.trainer.rollouts.files import (
     RolloutFiles,
     TrajectorySummary,
@@ -47,7 +48,8 @@ def test_values_that_cannot_be_sent_are_saved_as_text(tmp_path: Path):
         trainer=TrainerConfig(default_local_dir=tmp_path, rollout_data_dir=tmp_path / "rollouts"),
     )
     run_logger = RunLogger(config.trainer)
-    files = RolloutFiles(config, TwoRanks(), run_logger)  # pyright: ignore[reportArgumentType]
+    world: Any = TwoRanks()
+    files = RolloutFiles(config, world, run_logger, decode=str)
     first, second = make_tool_request(), make_tool_request()
     first.batch_data_id, second.batch_data_id = 1, 0
     first.reward_extra_info["lock"] = threading.Lock()
@@ -61,6 +63,44 @@ def test_values_that_cannot_be_sent_are_saved_as_text(tmp_path: Path):
     files.save_skipped(3, [first], [skip])
     skipped = list(read_trajectories(rollout_path(tmp_path / "skipped", 3)))
     assert [one.skipped.not_finite for one in skipped if one.skipped] == 2 * [{"log_probs": [1]}]
+
+
+class Shown:
+    """A run logger that keeps the tables for trackers."""
+
+    def __init__(self) -> None:
+        self.tables: list[tuple[int, str, list[Generation]]] = []
+
+    def log_generations(self, step: int, name: str, rows: list[Generation]) -> None:
+        self.tables.append((step, name, rows))
+
+
+def test_trackers_get_the_first_samples_of_the_first_prompts_of_all_ranks(tmp_path: Path):
+    config = RunConfig(
+        data=DataConfig(),
+        model=ModelConfig(path="policy"),
+        trainer=TrainerConfig(
+            default_local_dir=tmp_path, logger=["jsonl", "trackio"], log_val_generations=3
+        ),
+    )
+    world: Any = TwoRanks()
+    shown: Any = Shown()
+    files = RolloutFiles(config, world, shown, decode=lambda ids: "é" * 30_000 + str(len(ids)))
+    requests = [make_tool_request(reward=float(index)) for index in range(4)]
+    for index, request in enumerate(requests):
+        request.batch_data_id, request.rollout_offset = divmod(index, 2)
+    files.save_step(7, requests)
+    files.save_validation(7, requests, "sums")
+    [(step, name, rows)] = shown.tables
+    assert (step, name) == (7, "val/sums/generations")
+    assert [(row.sample, row.row, row.reward) for row in rows] == [
+        (0, 0, 0.0), (0, 0, 0.0), (0, 1, 2.0),
+    ]  # fmt: skip
+    num_ids = len(requests[0].prompt_ids)
+    left_out = 10_000 + len(str(num_ids))
+    assert f"é [{left_out} characters left out] é" in rows[0].prompt
+    assert rows[0].prompt.endswith(f"é{num_ids}")
+    assert rows[0].stop_reason == str(requests[0].stop_reason)
 
 
 def test_files_are_named_by_step(tmp_path):
