@@ -216,6 +216,14 @@ class FollowsUpdates(Protocol):
 
 
 @runtime_checkable
+class LoadsTower(Protocol):
+    """An engine that reads the weights of a vision tower from the model's files itself."""
+
+    loads_tower: bool
+    """Whether updates may leave out the weights of a tower that is not trained."""
+
+
+@runtime_checkable
 class SharesDevices(Protocol):
     """An engine that all ranks share, on devices of its own or on those of the ranks."""
 

@@ -5,7 +5,7 @@ weight are in a module's `forward`, so that FSDP2 gathers it first.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -229,13 +229,20 @@ class PackedModel(nn.Module):
         """Iterate over the weights that have gradients: what an optimizer and a checkpoint hold."""
         return ((name, weight) for name, weight in self.named_weights() if weight.requires_grad)
 
-    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def merged_weights(
+        self, without: Set[nn.Parameter] = frozenset()
+    ) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the weights that other programs get, by Hugging Face name, sharded.
 
         With LoRA these are the base's with the adapters in them, each computed on demand. A
         collective: every rank must exhaust the iterator.
+
+        Args:
+            without: Weights that are left out.
         """
         for name, weight in self.named_weights():
+            if weight in without:
+                continue
             if self.adapters is None:
                 yield name, weight.detach()
             elif not is_adapter(name):

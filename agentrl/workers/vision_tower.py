@@ -126,6 +126,10 @@ class VisionTower:
         """Whether no weight of the tower is trained."""
         return not any(weight.requires_grad for weight in tower_weights(self._lm))
 
+    def frozen_weights(self) -> list[nn.Parameter]:
+        """List the weights of a tower that is not trained; none of a tower that is."""
+        return tower_weights(self._lm) if self.is_frozen else []
+
     def place(
         self, media: Sequence[PlacedMedia], encoder: MediaEncoder | None
     ) -> PlacedFeatures | None:

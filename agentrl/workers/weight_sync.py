@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from agentrl.engines.protocol import FollowsUpdates, SyncFigures
+from agentrl.engines.protocol import FollowsUpdates, LoadsTower, SyncFigures
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.shards import full_tensor
 
@@ -28,7 +28,7 @@ class SyncResult:
 
 
 def iter_full_weights(
-    policy: PolicyModel, *, dtype: torch.dtype | None = None
+    policy: PolicyModel, *, dtype: torch.dtype | None = None, has_tower: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the whole weights by Hugging Face name, each once; adapters are merged.
 
@@ -39,8 +39,11 @@ def iter_full_weights(
     Args:
         policy: The policy.
         dtype: The weights are converted to this dtype before they are gathered; None: unchanged.
+        has_tower: Whether the receiver has the vision tower of the model's files. Then a tower that
+            is not trained is left out.
     """
-    for name, weight in policy.merged_weights():
+    without = frozenset(policy.tower.frozen_weights() if has_tower else ())
+    for name, weight in policy.merged_weights(without):
         yield name, full_tensor(weight.to(dtype or weight.dtype))
 
 
@@ -88,7 +91,8 @@ async def sync_weights(
 
 async def _try_sync(policy: PolicyModel, engine: "Engine", version: int) -> SyncFigures:
     # The engine samples in the dtype of the layers.
-    weights = iter_full_weights(policy, dtype=policy.compute_dtype)
+    has_tower = isinstance(engine, LoadsTower) and engine.loads_tower
+    weights = iter_full_weights(policy, dtype=policy.compute_dtype, has_tower=has_tower)
     try:
         if engine.is_shared and not policy.world.is_main:
             return SyncFigures()

@@ -22,6 +22,7 @@ class FailingEngine:
 
     def __init__(self, *, num_failures: int = 0, is_shared: bool = False) -> None:
         self.is_shared = is_shared
+        self.loads_tower = False
         self.num_updates = 0
         self.version = -1
         self.taken: dict[str, torch.Tensor] = {}

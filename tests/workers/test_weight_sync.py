@@ -11,10 +11,12 @@ from agentrl.config.schema.training import FsdpConfig
 from agentrl.errors import EngineError
 from agentrl.workers.distributed import World
 from agentrl.workers.model import PolicyModel
+from agentrl.workers.vision_tower import freeze_tower
 from agentrl.workers.weight_sync import sync_weights
 from tests.fakes.engines import tiny_model
 from tests.fakes.torchrun import ranks_of
 from tests.fakes.training import make_policy
+from tests.fakes.vision_models import make_vision_model
 from tests.fakes.weight_sync_ranks import FailingEngine
 
 NUM_BYTES = sum(p.nbytes for p in tiny_model().parameters())
@@ -71,6 +73,25 @@ async def test_weights_come_in_what_the_layers_compute_in(world: World):
     await sync_weights(policy, engine(taker), version=1)
     assert {tensor.dtype for tensor in taker.taken.values()} == {torch.bfloat16}
     assert all(weight.dtype == torch.float32 for _, weight in policy.named_weights())
+
+
+@pytest.mark.parametrize(
+    ("is_trained", "loads_tower", "is_sent"),
+    [(False, True, False), (True, True, True), (False, False, True)],
+)
+async def test_tower_is_sent_unless_it_is_frozen_and_the_engine_has_it(
+    world: World, is_trained: bool, loads_tower: bool, is_sent: bool
+):
+    lm = make_vision_model("qwen2_5_vl")
+    if not is_trained:
+        freeze_tower(lm)
+    policy, taker = PolicyModel(lm, world, torch.float32, FsdpConfig()), FailingEngine()
+    taker.loads_tower = loads_tower
+    await sync_weights(policy, engine(taker), version=1)
+    of_tower = {name for name, _ in policy.named_weights() if ".visual." in name}
+    assert of_tower
+    expected = {name for name, _ in policy.named_weights() if is_sent or name not in of_tower}
+    assert set(taker.taken) == expected
 
 
 @pytest.mark.slow

@@ -200,6 +200,8 @@ class BaseSGLangEngine(ABC):
         max_model_len: Most tokens of a sequence.
     """
 
+    loads_tower = True
+
     def __init__(self, decode: Decode, max_model_len: int) -> None:
         self.max_model_len = max_model_len
         self._decode = decode
