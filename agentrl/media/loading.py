@@ -2,7 +2,7 @@
 
 An image may be given as
 
-- a path, or a `file://` URL; a relative path counts from the folder of the data file;
+- a path, or a `file://` URL;
 - bytes of a PNG, JPEG, WebP, ... file, or `{"bytes": ..., "path": ...}` as Hugging Face writes it;
 - a `data:image/...;base64,` URL, also within OpenAI's `{"image_url": {"url": ...}}`;
 - MCP's `{"data": base64, "mimeType": ...}`, or `{"image": one of these}`;
