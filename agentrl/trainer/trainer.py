@@ -195,7 +195,7 @@ class Trainer:
             # Recorded before the sync: if the engine fails now, the step can still be saved.
             self._last.record(self.step, self.summary, unlogged=credit)
             self.sync_weights()
-        parts.files.save_step(self.step, samples.everything)
+        parts.files.save_step(self.step, samples.everything, batch)
         parts.files.save_skipped(self.step, samples.batch, [*learned.skipped, *update.skipped])
         return self.measure(samples, batch) | credit
 

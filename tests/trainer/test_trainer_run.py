@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -109,6 +110,8 @@ def test_run_leaves_figures_rollouts_checkpoint_policy_curve_and_summary(
     assert all(one.summary.num_turns == 4 for one in saved)
     call = saved[0].request.turns[0].calls[0]
     assert (call.name, call.outcome, call.arguments) == ("calculator", "ok", {"expression": "6*7"})
+    tokens = pandas.read_parquet(folder / "rollouts/step_000001.tokens.parquet")
+    assert sorted(tokens.request_id) == sorted(one.request.request_id for one in saved)
     assert (folder / "validation/val_arithmetic_000000.jsonl").is_file()
     assert (folder / "validation/val_arithmetic_000002.jsonl").is_file()
 

@@ -386,7 +386,8 @@ class TrainerConfig(Section):
     resume_from_path: PathOrUrl | None = None
     """Folder or URL of one checkpoint (`global_step_N`), for `resume_mode: resume_path`."""
     rollout_data_dir: UserPath | None = None
-    """Folder for all training rollouts, as JSONL; null: they are not saved."""
+    """Folder for all training rollouts, as JSONL, and for what training computed for their tokens,
+    as Parquet; null: they are not saved."""
     validation_data_dir: UserPath | None = None
     """Folder for all validation rollouts, as JSONL; null: they are not saved."""
     nnodes: int = Field(default=1, ge=1)

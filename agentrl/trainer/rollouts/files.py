@@ -1,6 +1,7 @@
 """Rollouts on disk: one JSON line for each trajectory, complete, versioned, read back exactly.
 
-    rollouts/step_000010.jsonl    training rollouts of step 10
+    rollouts/step_000010.jsonl    training rollouts of step 10, and what training computed for
+                                  their tokens in `step_000010.tokens.parquet` (`token_files.py`)
     rollouts/val_000010.jsonl     validation rollouts after step 10 (`val_<set>_...` by set)
     skipped/step_000010.jsonl     rows for which an optimizer step of step 10 was skipped
 
@@ -27,11 +28,13 @@ from agentrl.atomic_io import atomic_file
 from agentrl.config.schema.reward import RewardConfig
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import AgentRLError, DataError
+from agentrl.protocol import DataProto
 from agentrl.rewards import combine_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.metrics.trackers import TRACKERS, Generation
 from agentrl.trainer.rollouts.pictures import PictureCollector, read_picture, write_pictures
+from agentrl.trainer.rollouts.token_files import save_tokens, tabulate_tokens, token_path
 from agentrl.trainer.rollouts.transcript import Decode
 from agentrl.workers.distributed import World
 from agentrl.workers.update import SkippedStep
@@ -42,7 +45,7 @@ SKIPPED = "skipped"
 """Subfolder of the run's folder with the rows for which an optimizer step was skipped."""
 _MAX_SHOWN_CHARS = 20_000
 """Characters of a text in a tracker's table."""
-_FILE = re.compile(r"(?:step|val|val_.+)_(\d{6,})\.jsonl")
+_FILE = re.compile(r"(?:step|val|val_.+)_(\d{6,})\.(?:jsonl|tokens\.parquet)")
 
 
 class _Record(BaseModel):
@@ -147,7 +150,7 @@ def rollout_path(folder: Path, step: int, kind: str = "step") -> Path:
 
 def find_rollouts(folder: Path, *, after: int) -> list[Path]:
     """Find the files of steps later than `after`, by name; the folder may be missing."""
-    found = ((path, _FILE.fullmatch(path.name)) for path in sorted(folder.glob("*.jsonl")))
+    found = ((path, _FILE.fullmatch(path.name)) for path in sorted(folder.glob("*")))
     return [path for path, match in found if match and int(match.group(1)) > after]
 
 
@@ -307,10 +310,23 @@ class RolloutFiles:
         self._pictures: defaultdict[Path, PictureCollector] = defaultdict(PictureCollector)
         self._decode = decode
 
-    def save_step(self, step: int, requests: Sequence[AsyncRolloutRequest]) -> None:
-        """Save training rollouts, if `trainer.rollout_data_dir` names a folder."""
+    def save_step(
+        self, step: int, requests: Sequence[AsyncRolloutRequest], batch: DataProto
+    ) -> None:
+        """Save training rollouts, if `trainer.rollout_data_dir` names a folder.
+
+        Args:
+            step: The run's step.
+            requests: This rank's samples, also those that are not in the batch.
+            batch: The rows after the update.
+        """
         config = self._config
         self._save_all(config.rollout_data_dir, requests, step, "step")
+        if config.rollout_data_dir is not None:
+            tables = self._world.gather_on_main([tabulate_tokens(batch, step)])
+            if self._world.is_main:
+                with self._run_logger.ignoring_write_errors("the tokens of the step"):
+                    save_tokens(token_path(rollout_path(config.rollout_data_dir, step)), tables)
         self._show(step, "rollout/generations", requests, config.log_train_generations)
 
     def save_validation(

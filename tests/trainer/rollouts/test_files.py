@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.collate import collate
 from agentrl.config.schema.reward import RewardConfig, RewardWeightsConfig
 from agentrl.config.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from agentrl.errors import DataError
@@ -53,7 +54,7 @@ def test_values_that_cannot_be_sent_are_saved_as_text(tmp_path: Path):
     first, second = make_tool_request(), make_tool_request()
     first.batch_data_id, second.batch_data_id = 1, 0
     first.reward_extra_info["lock"] = threading.Lock()
-    files.save_step(3, [first, second])
+    files.save_step(3, [first, second], collate([first, second], pad_token_id=0))
     path = rollout_path(tmp_path / "rollouts", 3)
     saved = [one.request for one in read_trajectories(path)]
     assert [one.batch_data_id for one in saved] == [0, 0, 1, 1]
@@ -89,7 +90,7 @@ def test_trackers_get_the_first_samples_of_the_first_prompts_of_all_ranks(tmp_pa
     requests = [make_tool_request(reward=float(index)) for index in range(4)]
     for index, request in enumerate(requests):
         request.batch_data_id, request.rollout_offset = divmod(index, 2)
-    files.save_step(7, requests)
+    files.save_step(7, requests, collate(requests, pad_token_id=0))
     files.save_validation(7, requests, "sums")
     [(step, name, rows)] = shown.tables
     assert (step, name) == (7, "val/sums/generations")

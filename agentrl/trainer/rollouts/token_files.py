@@ -1,0 +1,137 @@
+"""What training computed for each token of a step's batch, as Parquet.
+
+    rollouts/step_000010.tokens.parquet    next to rollouts/step_000010.jsonl
+
+A row is a sequence of the batch; `request_id` is that of the sequence in the JSON lines. Sequences
+that are not in the batch (groups that were filtered) have no row. Columns of a sequence:
+
+    step, request_id, uid, batch_data_id, trajectory_id, in_baseline, num_prompt_tokens
+
+Columns with a list of one value for each response token, float32, if the run computes them:
+
+    response_mask         1 on tokens that were trained, after rejection
+    rollout_log_probs     at sampling
+    old_log_probs         of the policy before the update; null if the update skipped the row
+    entropies             of the policy before the update
+    ref_log_prob          of the reference
+    values                of the critic
+    token_level_scores    rewards on their tokens
+    token_level_rewards   the same with the KL penalty
+    advantages, returns
+    rollout_is_weights    of the correction of the rollout
+
+The file's metadata has `agentrl_version`, the version of this format.
+
+Example:
+    >>> pandas.read_parquet("rollouts/step_000010.tokens.parquet").advantages  # doctest: +SKIP
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from agentrl.atomic_io import atomic_file
+from agentrl.errors import DataError
+from agentrl.protocol import DataProto
+from agentrl.trainer.credit import IS_COMPUTED, tensors_of
+
+TOKENS_VERSION = 1
+"""Version of the format."""
+_VERSION_KEY = b"agentrl_version"
+TOKEN_COLUMNS = (
+    "response_mask", "rollout_log_probs", "old_log_probs", "entropies", "ref_log_prob", "values",
+    "token_level_scores", "token_level_rewards", "advantages", "returns", "rollout_is_weights",
+)  # fmt: skip
+"""Columns with a value for each response token."""
+
+
+def token_path(rollout_file: Path) -> Path:
+    """Name the file of the tokens of a rollout file.
+
+    Example:
+        >>> token_path(Path("rollouts/step_000010.jsonl")).name
+        'step_000010.tokens.parquet'
+    """
+    return rollout_file.with_suffix(".tokens.parquet")
+
+
+def tabulate_tokens(batch: DataProto, step: int) -> pa.Table:
+    """Make the rows of a batch.
+
+    Args:
+        batch: This rank's rows after the update: `[B, T]` tensors and objects of `collate`.
+        step: The run's step.
+    """
+    tensors = tensors_of(batch)
+    objects = batch.non_tensor_batch
+    is_token = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].bool()
+    num_prompt = tensors["attention_mask"].sum(-1) - is_token.sum(-1)
+    columns: dict[str, Any] = {
+        "step": pa.array(np.full(len(batch), step, np.int32)),
+        "request_id": pa.array(objects["request_id"].tolist(), pa.string()),
+        "uid": pa.array(objects["uid"].tolist(), pa.string()),
+        "batch_data_id": pa.array(tensors["batch_data_id"].numpy()),
+        "trajectory_id": pa.array(tensors["trajectory_ids"].numpy()),
+        "in_baseline": pa.array(tensors["in_baseline"].bool().numpy()),
+        "num_prompt_tokens": pa.array(num_prompt.to(torch.int32).numpy()),
+    }
+    for name in TOKEN_COLUMNS:
+        if name in tensors:
+            is_known = tensors.get(IS_COMPUTED) if name == "old_log_probs" else None
+            columns[name] = _as_lists(tensors[name], is_token, is_known)
+    return pa.table(columns).replace_schema_metadata({_VERSION_KEY: str(TOKENS_VERSION)})
+
+
+def _as_lists(values: Tensor, is_token: Tensor, is_known: Tensor | None) -> pa.Array:
+    """Return the values of each row's tokens as a list; null for rows without values.
+
+    Args:
+        values: `[B, T]`.
+        is_token: `[B, T]` bool.
+        is_known: `[B]` bool; None: all rows have values.
+    """
+    if is_known is not None:
+        is_token = is_token & is_known.bool()[:, None]
+    offsets = np.zeros(len(values) + 1, np.int32)
+    np.cumsum(is_token.sum(-1).numpy(), out=offsets[1:])
+    flat = pa.array(values.detach().cpu()[is_token].float().numpy())
+    is_null = None if is_known is None else pa.array(~is_known.bool().numpy())
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, mask=is_null)
+
+
+def save_tokens(path: Path, tables: Sequence[pa.Table]) -> None:
+    """Write the rows of all ranks to a file that appears when it is complete.
+
+    Raises:
+        OSError: naming `path`, if it cannot be written.
+    """
+    with atomic_file(path) as draft:
+        pq.write_table(pa.concat_tables(tables), draft, compression="zstd")
+
+
+def read_tokens(path: Path) -> pa.Table:
+    """Read a file of tokens.
+
+    Raises:
+        DataError: If there is no such file, or it is damaged or of another version.
+    """
+    if not path.is_file():
+        raise DataError("no such file of tokens", file=path)
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"a file of tokens that cannot be read: {error}", file=path) from error
+    found = (table.schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
+    if found != str(TOKENS_VERSION):
+        raise DataError(
+            f"a file of tokens of version {found}",
+            file=path,
+            expected=f"version {TOKENS_VERSION}",
+        )
+    return table
