@@ -258,11 +258,12 @@ def make_context(
     max_prompt_tokens: int = 4096,
     truncation: Any = "error",
     parser: str = "hermes",
+    template: ChatTemplate | None = None,
     **multi_turn: Any,
 ) -> RolloutContext:
     """Everything that requests share, round an engine; `multi_turn` are keys of the section."""
     settings = MultiTurnConfig(**{"tokenization_sanity_check_mode": "strict"} | multi_turn)
-    template = tiny_template()
+    template = template or tiny_template()
     fitter = TextFitter(
         template,
         max_tokens=settings.max_tool_response_length,
