@@ -530,6 +530,7 @@ class AsyncRolloutRequest(RequestFields):
         """Copy with a ledger and turns of its own, so that copies do not share tokens."""
         twin = super().__copy__()
         twin._ledger, twin._turns = copy.deepcopy((self._ledger, self._turns))
+        twin._media_spans = [*self._media_spans]
         twin.branches = [copy.copy(branch) for branch in self.branches]
         return twin
 
