@@ -1,6 +1,7 @@
 """Whole runs of small vision-language models, with pictures in rows and in replies of the user."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from transformers import AutoImageProcessor
 from agentrl import Trainer
 from agentrl.config import load_config
 from agentrl.trainer.rollouts.files import read_trajectories
+from agentrl.trainer.rollouts.transcript import plain_transcript, read_transcript
 from agentrl.workers.distributed import stop_world
-from tests.fakes.vision_models import PATCH
+from tests.fakes.vision_models import PATCH, make_tokenizer
 from tests.fakes.vision_runs import vision_run
 
 
@@ -56,6 +58,16 @@ def test_pictures_of_the_user_are_turns_of_the_conversation(run: Path):
         own = len(pictures) - one.request.num_user_turns
         assert own in (1, 2)
         assert [picture.size for picture in pictures[own:]] == [(24, 24)] * len(pictures[own:])
+
+
+def test_transcripts_of_saved_rollouts_show_pictures_with_their_files(run: Path):
+    file = run.parent / "rollouts/step_000001.jsonl"
+    for one in read_trajectories(file):
+        text = plain_transcript(read_transcript(one.request, make_tokenizer().decode))
+        pictures = one.request.multi_modal_data["image"]
+        assert text.count("[image: ") == len(pictures)
+        files = re.findall(r"  image \d+ x \d+, (.*\.png)", text)
+        assert [Path(name).parent for name in files] == [file.parent / "media"] * len(pictures)
 
 
 def test_engine_and_trainer_agree_on_every_token(run: Path):
