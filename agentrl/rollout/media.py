@@ -8,7 +8,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentrl.errors import DataError, ToolCallError
@@ -28,12 +27,11 @@ class RequestMedia:
     Args:
         processor: The model's processor; None: the model reads text only. Then the images and
             videos of tools are kept with the request, and the policy does not see them.
-        folder: The folder from which relative paths count; None: the working directory.
     """
 
-    def __init__(self, processor: MediaProcessor | None = None, folder: Path | None = None) -> None:
+    def __init__(self, processor: MediaProcessor | None = None) -> None:
         self.processor = processor
-        self._loader = None if processor is None else MediaLoader(processor, folder=folder)
+        self._loader = None if processor is None else MediaLoader(processor)
         self._placeholders = set(processor.placeholder_ids.values()) if processor else set[int]()
 
     def is_placeholder(self, ids: Sequence[int]) -> bool:
