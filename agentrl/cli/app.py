@@ -215,6 +215,25 @@ def status(
     raise typer.Exit(show_status(folder, as_json=as_json, say=typer.echo))
 
 
+_AUDIT_HELP = (
+    "Compute a run's account again from what it saved.\n\n"
+    "Digests, tokens, masks, rewards, advantages, weight versions, the order of the data and the "
+    "metrics of each step. Needs saved rollouts (trainer.rollout_data_dir). Exits with 1 if "
+    "something does not follow from the rows."
+)
+
+
+@app.command(help=_AUDIT_HELP)
+def audit(
+    folder: Annotated[Path, _argument("FOLDER", "trainer.default_local_dir of the run.")],
+) -> None:
+    """Compute a run's account again from what it saved."""
+    with importing():
+        from agentrl.commands.audit import audit as audit_run
+
+    raise typer.Exit(int(audit_run(folder, Console()) > 0))
+
+
 # Checks.
 
 _DOCTOR_HELP = (

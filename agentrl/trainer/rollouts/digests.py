@@ -1,0 +1,111 @@
+"""Digests of the files of saved rollouts, in a chain.
+
+    rollouts/digests.jsonl
+    {"file": "step_000010.jsonl", "step": 10, "digest": "5d...", "chain": "a1..."}
+
+`digest` is that of the file's content, `chain` that of the line before it with the name and the
+digest: a file that was changed, left out or moved is found, also if its own line was changed.
+"""
+
+import json
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+from agentrl.atomic_io import atomic_file
+from agentrl.errors import DataError
+
+DIGESTS_FILE = "digests.jsonl"
+_SIZE = 16
+_FIRST = "0" * 2 * _SIZE
+_BLOCK_BYTES = 1 << 20
+
+
+class FileDigest(NamedTuple):
+    """A line of `digests.jsonl`."""
+
+    file: str
+    step: int
+    digest: str
+    chain: str
+
+
+def add_digest(path: Path, step: int) -> None:
+    """Add a line for a file of rollouts. Lines of later steps, and of the same file, are dropped.
+
+    Raises:
+        OSError: If a file cannot be read or written.
+        DataError: If the lines cannot be read.
+    """
+    kept = [one for one in _read(path.parent) if one.step <= step and one.file != path.name]
+    _write(path.parent, [*kept, FileDigest(path.name, step, digest_file(path), "")])
+
+
+def drop_digests(folder: Path, *, after: int) -> None:
+    """Drop the lines of the steps later than `after`: their files were moved aside.
+
+    Raises:
+        OSError: If the lines cannot be written.
+    """
+    lines = list(_read(folder))
+    kept = [one for one in lines if one.step <= after]
+    if len(kept) < len(lines):
+        _write(folder, kept)
+
+
+def read_digests(folder: Path) -> list[FileDigest]:
+    """Read the lines of a folder of rollouts, and check their chain.
+
+    Raises:
+        DataError: If there are none, or a line does not continue the chain.
+    """
+    path = folder / DIGESTS_FILE
+    if not path.is_file():
+        raise DataError("the rollouts have no digests", file=path)
+    chain, lines = _FIRST, list(_read(folder))
+    for number, one in enumerate(lines, start=1):
+        chain = _continue(chain, one)
+        if one.chain != chain:
+            raise DataError(
+                f"the line of {one.file} does not continue the chain of digests",
+                file=path,
+                line=number,
+                expected=f"chain {chain}",
+            )
+    return lines
+
+
+def digest_file(path: Path) -> str:
+    """Return the digest of a file's content."""
+    digest = blake2b(digest_size=_SIZE)
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read(folder: Path) -> Iterator[FileDigest]:
+    path = folder / DIGESTS_FILE
+    if not path.is_file():
+        return
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            yield FileDigest(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise DataError("a damaged line of digests", file=path, line=number) from error
+
+
+def _write(folder: Path, lines: list[FileDigest]) -> None:
+    """Write all lines; the chain is continued where it is missing."""
+    chain, texts = _FIRST, list[str]()
+    for one in lines:
+        chain = one.chain or _continue(chain, one)
+        texts.append(json.dumps(one._replace(chain=chain)._asdict()) + "\n")
+    with atomic_file(folder / DIGESTS_FILE) as draft:
+        draft.write_text("".join(texts), encoding="utf-8")
+
+
+def _continue(chain: str, one: FileDigest) -> str:
+    text = json.dumps([chain, one.file, one.step, one.digest])
+    return blake2b(text.encode(), digest_size=_SIZE).hexdigest()
