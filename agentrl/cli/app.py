@@ -390,6 +390,24 @@ def prepare_gsm8k(
     _list_files([files.train, files.test], made=files.made)
 
 
+@prepare_app.command("geometry3k")
+def prepare_geometry3k(
+    out_dir: OutDir,
+    source_dir: Annotated[
+        Path | None,
+        _option("Folder with train*.parquet and test*.parquet; without it they are downloaded."),
+    ] = None,
+    max_samples: Annotated[int | None, _option("Use only so many rows of each.", min=1)] = None,
+) -> None:
+    """Turn the real Geometry3K, problems with a picture, into rows with a tool."""
+    from agentrl.config.schema.prepare import Geometry3kConfig
+    from agentrl.data.prepare.geometry3k import prepare_geometry3k as prepare
+
+    config = Geometry3kConfig(out_dir=out_dir, source_dir=source_dir, max_samples=max_samples)
+    files = prepare(config)
+    _list_files([files.train, files.test], made=files.made)
+
+
 @prepare_app.command("search-index")
 def prepare_search_index(
     out_dir: OutDir,
