@@ -265,30 +265,62 @@ def _check_template(
             )  # fmt: skip
 
 
-def _find_order(config: RunConfig, run: Path, check: Check) -> DataOrder | None:
-    """Return the order of the data, at its start; None if no checkpoint has the number of rows."""
+@dataclass
+class DataRows:
+    """The order of the data from step 1 on, and the row that is at each place of it.
+
+    The data without its overlong prompts keeps the order of the file, so later places have later
+    rows; which rows were left out is not known here.
+    """
+
+    order: DataOrder
+    row_at: dict[int, int] = field(default_factory=dict[int, int])
+
+    def add(self, place: int, row: int) -> None:
+        """Note the row at a place.
+
+        Raises:
+            DataError: If the place has another row, or the order of the file is broken.
+        """
+        for other, known in self.row_at.items():
+            if (other < place, other == place) != (known < row, known == row):
+                raise DataError(
+                    f"row {row} is at place {place} of the data, and row {known} at place {other}",
+                    expected="one row at each place, in the order of the file",
+                )
+        self.row_at[place] = row
+
+
+def _find_order(config: RunConfig, run: Path, check: Check) -> DataRows | None:
+    """Return the data at its start; None if no checkpoint has the number of rows."""
     states = sorted((run / "checkpoints").glob("global_step_*/state.json"))
     if not states:
         check.not_done = "not done: no checkpoint has the number of rows"
         return None
     data = json.loads(states[0].read_text(encoding="utf-8"))["data"]
-    return DataOrder(data["num_rows"], seed=config.data.seed, shuffle=config.data.shuffle)
+    order = DataOrder(data["num_rows"], seed=config.data.seed, shuffle=config.data.shuffle)
+    return DataRows(order)
 
 
-def _check_order(check: Check, step: Step, order: DataOrder | None, config: RunConfig) -> None:
-    if order is None:
+def _check_order(check: Check, step: Step, rows: DataRows | None, config: RunConfig) -> None:
+    if rows is None:
         return
-    num_batches = int(step.metrics.get("filter_groups/num_gen_batches", 1))
-    rows = [row for _ in range(num_batches) for row in order.next_batch(config.prompts_per_rollout)]
-    check.num += len(rows)
+    size, num_batches = (
+        config.prompts_per_rollout,
+        step.metrics.get("filter_groups/num_gen_batches"),
+    )
+    places = [place for _ in range(int(num_batches or 1)) for place in rows.order.next_batch(size)]
+    check.num += len(places)
     for request in step.sampled:
         # The id is PLAN-STEP-ROW-INDEX-SAMPLE.
         row, index = int(request.request_id.split("-")[-3]), request.batch_data_id
-        if index >= len(rows) or rows[index] != row:
-            raise DataError(
-                f"prompt {index} is row {row} of the data",
-                file=step.file, request=request.request_id, expected=rows[index : index + 1],
-            )  # fmt: skip
+        if index >= len(places):
+            raise DataError(f"prompt {index} of {len(places)}", request=request.request_id)
+        try:
+            rows.add(places[index], row)
+        except DataError as error:
+            error.details |= {"file": step.file, "request": request.request_id}
+            raise
 
 
 def _check_combined(check: Check, step: Step, config: RunConfig) -> None:
@@ -308,7 +340,8 @@ def _check_batch(
     """Collate the step's rows again, compute their credit, and compare columns and metrics."""
     batch, before_update = _collate(step, config)
     _compare(advantages, step, batch, ["rollout_log_probs"])
-    _compare(rewards, step, batch, ["token_level_scores"])
+    with rewards.collecting():
+        _compare(rewards, step, batch, ["token_level_scores"])
     credit = Credit(config.algorithm, _ALONE, is_before_update=before_update)
     if (coefficient := step.metrics.get("actor/reward_kl_penalty_coeff")) is not None:
         credit.kl_ctrl.value = coefficient
