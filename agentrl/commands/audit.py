@@ -400,8 +400,9 @@ def _collate(step: Step, config: RunConfig) -> tuple[DataProto, bool]:
     if not before_update:
         known = [name for name in known if name not in ("old_log_probs", "entropies")]
     tensors_of(batch).update(_columns_of_models(step, batch, known))
-    greedy = [one for one in step.requests if one.sampling.temperature == 0]
-    if greedy:
+    if greedy := [one for one in step.requests if one.sampling.temperature == 0]:
+        for one in greedy:
+            one.dropped = None  # as it was when the baselines were read
         baselines = read_baselines(greedy, config.reward, _ALONE)
         StepSamples(baselines=baselines).add_baselines(batch)
     return batch, before_update

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,13 +41,11 @@ class Alerts:
     Args:
         config: The thresholds, and what is called.
         run: The run's folder, to name the run.
-        say: Prints a line.
     """
 
-    def __init__(self, config: AlertsConfig, run: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, config: AlertsConfig, run: Path) -> None:
         self._config = config
         self._run = str(run)
-        self._say = say
         self._rewards = _Windows(config.window)
         self._entropies = _Windows(config.window)
         self._active: set[str] = set()
@@ -61,15 +59,16 @@ class Alerts:
         for line in read_metrics(file):
             self._active = {name for name, _, _ in self._find(line.metrics)}
 
-    def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Check the metrics of a step, and give the new warnings."""
-        found = list(self._find(metrics))
+    def check(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Check the metrics of a step, call for the new warnings, and return their lines."""
+        found, lines = list(self._find(metrics)), list[str]()
         for name, metric, message in found:
             if name not in self._active:
                 alert = Alert(self._run, step, metric, float(metrics[metric]), message)
-                self._say(f"warning: step {step}: {message}")
+                lines.append(f"warning: step {step}: {message}")
                 self._call(alert)
         self._active = {name for name, _, _ in found}
+        return lines
 
     def _find(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
         """Yield name, metric and message of each reason to warn."""

@@ -55,7 +55,7 @@ class RunLogger:
             disable=not (is_main and is_terminal),
         )
         self._lock = RunLock(config.default_local_dir)
-        self._alerts = Alerts(config.alerts, config.default_local_dir, self.info)
+        self._alerts = Alerts(config.alerts, config.default_local_dir)
 
     def lock_folder(self) -> None:
         """Lock the run's folder until `close`; the main rank does so for all ranks.
@@ -124,7 +124,7 @@ class RunLogger:
         for sink in self._sinks:
             sink.log(step, metrics)
         if self._is_main:
-            self._alerts.check(step, metrics)
+            self.info(*self._alerts.check(step, metrics))
 
     def log_generations(self, step: int, name: str, rows: Sequence[Generation]) -> None:
         """Give a table of rollouts to every tracker, before the metrics of the step."""

@@ -34,11 +34,18 @@ class FileDigest(NamedTuple):
 def add_digest(path: Path, step: int) -> None:
     """Add a line for a file of rollouts. Lines of later steps, and of the same file, are dropped.
 
+    A resumed run repeats a step and writes its files again, one after the other.
+
     Raises:
         OSError: If a file cannot be read or written.
         DataError: If the lines cannot be read.
     """
-    kept = [one for one in _read(path.parent) if one.step <= step and one.file != path.name]
+    kept, has_dropped = list[FileDigest](), False
+    for one in _read(path.parent):
+        if one.step > step or one.file == path.name:
+            has_dropped = True
+        else:  # after a dropped line the chain is another one
+            kept.append(one._replace(chain="") if has_dropped else one)
     _write(path.parent, [*kept, FileDigest(path.name, step, digest_file(path), "")])
 
 

@@ -15,11 +15,9 @@ REWARD, ENTROPY = module.REWARD, module.ENTROPY
 
 
 def warnings_of(lines: list[dict[str, float]], **config: Any) -> list[str]:
-    said: list[str] = []
-    alerts = Alerts(AlertsConfig.model_validate({"window": 2} | config), Path("run"), said.append)
-    for step, metrics in enumerate(lines, start=1):
-        alerts.check(step, metrics)
-    return said
+    alerts = Alerts(AlertsConfig.model_validate({"window": 2} | config), Path("run"))
+    steps = enumerate(lines, start=1)
+    return [text for step, metrics in steps for text in alerts.check(step, metrics)]
 
 
 def series(metric: str, *values: float) -> list[dict[str, float]]:
@@ -82,15 +80,13 @@ def test_a_resumed_run_knows_the_steps_before(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
     lines = series(REWARD, 0.8, 0.8, 0.1, 0.1)
     file.write_text("".join(json.dumps({"step": n} | line) + "\n" for n, line in enumerate(lines)))
-    said: list[str] = []
-    alerts = Alerts(AlertsConfig(window=2), tmp_path, said.append)
+    alerts = Alerts(AlertsConfig(window=2), tmp_path)
     alerts.replay(file)
-    alerts.check(5, {REWARD: 0.1})
-    assert said == []  # told before the resume
-    alerts.check(6, {REWARD: 0.8})
-    alerts.check(7, {REWARD: 0.1})
-    alerts.check(8, {REWARD: 0.1})
-    assert len(said) == 1
+    assert alerts.check(5, {REWARD: 0.1}) == []  # told before the resume
+    rewards = [
+        alerts.check(step, {REWARD: reward}) for step, reward in ((6, 0.8), (7, 0.1), (8, 0.1))
+    ]
+    assert list(map(len, rewards)) == [0, 0, 1]
 
 
 def joined(name: str) -> None:
