@@ -88,6 +88,15 @@ def test_the_tower_stays_and_the_language_model_learns(run: Path):
     assert AutoImageProcessor.from_pretrained(run / "trained").patch_size == PATCH
 
 
+def test_tokens_of_images_count_in_the_length_of_a_prompt(
+    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    # Prompts with one picture have 139 tokens, those with two have 147.
+    changes = {"data__max_prompt_length": 140, "trainer__total_training_steps": 0}
+    fit(tmp_path, **changes)
+    assert "train: 4 of 8 prompts were dropped: longer than 140 tokens" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_a_tower_that_is_not_frozen_learns(alone: None, tmp_path: Path, family: str):
