@@ -81,7 +81,7 @@ class DataConfig(Section):
     video_key: str = "videos"
     """Column of a row's videos, in the order of `<video>`; see `image_key`."""
     mm_processor_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Further arguments of the model's processor of images and videos, such as `max_pixels`."""
+    """Further arguments of the model's processor of images and videos, such as `size`."""
     strict_rows: bool = True
     """Refuse rows that name tools or an interaction if the run has none, and rows with
     `need_tools_kwargs` and no `tools_kwargs`. false: report them, as verl does."""
@@ -371,14 +371,15 @@ class AlertsConfig(Section):
     """Warn if the policy's entropy has lost more than this share of its first value; null:
     never."""
     failed_frac: float | None = Field(default=0.2, ge=0, le=1)
-    """Warn if a greater share of the requests failed; null: never."""
+    """Warn if the share of requests that failed rises above this; null: never."""
     truncated_frac: float | None = Field(default=0.5, ge=0, le=1)
-    """Warn if a greater share of the responses was cut at a length; null: never."""
+    """Warn if the share of responses that were cut at a length rises above this; null: never."""
     drift: float | None = Field(default=0.05, gt=0)
     """Warn if the KL between engine and trainer (`rollout_corr/k3_kl`, nats per token) is greater;
     null: never."""
     no_signal: bool = True
-    """Warn if no group of a step has a learning signal."""
+    """Call `command` and `webhook_url` if no group of a step has a learning signal. The console
+    says so in any case."""
     rules: list[AlertRule] = Field(default_factory=list[AlertRule])
     """Thresholds of other metrics."""
     command: str | None = None

@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agentrl.config.schema.run import AlertRule, AlertsConfig
-from agentrl.trainer.metrics.sinks import has_no_signal, read_metrics
+from agentrl.trainer.metrics.sinks import ZERO_SIGNAL, has_no_signal, read_metrics
 
 REWARD, ENTROPY = "rollout/reward/mean", "actor/entropy"
 FAILED, TRUNCATED = "rollout/failed_frac", "response_length/clip_ratio"
 DRIFT = "rollout_corr/k3_kl"
+NO_SIGNAL = "no signal"
 CALL_TIMEOUT_S = 30.0
 """Seconds that a command or a request of an alert may take."""
 
@@ -49,6 +50,7 @@ class Alerts:
         self._rewards = _Windows(config.window)
         self._entropies = _Windows(config.window)
         self._active: set[str] = set()
+        self._seen: set[str] = set()
 
     def replay(self, file: Path) -> None:
         """Learn the metrics of the steps before a resume, without warnings.
@@ -58,14 +60,21 @@ class Alerts:
         """
         for line in read_metrics(file):
             self._active = {name for name, _, _ in self._find(line.metrics)}
+            self._seen |= line.metrics.keys()
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Check the metrics of a step, call for the new warnings, and return their lines."""
         found, lines = list(self._find(metrics)), list[str]()
+        # Shares that are high from the start do not rise.
+        for name, metric, _ in found:
+            if metric in (FAILED, TRUNCATED) and metric not in self._seen:
+                self._active.add(name)
+        self._seen |= metrics.keys()
         for name, metric, message in found:
             if name not in self._active:
                 alert = Alert(self._run, step, metric, float(metrics[metric]), message)
-                lines.append(f"warning: step {step}: {message}")
+                if name != NO_SIGNAL:  # the console has its own line for these steps
+                    lines.append(f"warning: step {step}: {message}")
                 self._call(alert)
         self._active = {name for name, _, _ in found}
         return lines
@@ -87,7 +96,7 @@ class Alerts:
                 yield "entropy", ENTROPY, f"{message}; in the first steps it was {first:.2g}"
         if has_no_signal(metrics) and config.no_signal:
             text = "no group has a learning signal: all samples of each group have the same reward"
-            yield "signal", "algorithm/zero_signal_groups_frac", text
+            yield NO_SIGNAL, ZERO_SIGNAL, text
         for rule, text in self._rules():
             value = metrics.get(rule.metric)
             if value is not None and rule.is_met(value):

@@ -36,9 +36,10 @@ def series(metric: str, *values: float) -> list[dict[str, float]]:
             ["step 5: the entropy of the policy is 0.1 nats"],
         ),
         (series(module.FAILED, 0.1, 0.3, 0.4, 0.1, 0.5), ["step 2: 30% of", "step 5: 50% of"]),
+        (series(module.TRUNCATED, 0.9, 0.8), []),  # from the start
         (series(module.TRUNCATED, 0.4, 0.6), ["step 2: 60% of the responses were cut"]),
         (series(module.DRIFT, 0.001, 0.1), ["step 2: engine and trainer differ by 0.1 nats"]),
-        (series("algorithm/zero_signal_groups_frac", 0.9, 1.0, 1.0), ["step 2: no group has"]),
+        (series(module.ZERO_SIGNAL, 0.9, 1.0, 1.0), []),  # the console says so
     ],
 )
 def test_each_reason_is_told_once_until_it_is_over(
@@ -57,7 +58,7 @@ def test_null_switches_a_warning_off():
         {REWARD: 1.0, ENTROPY: 1.0},
         {REWARD: 1.0, ENTROPY: 1.0},
         {REWARD: 0, ENTROPY: 0, module.FAILED: 1, module.TRUNCATED: 1, module.DRIFT: 9},
-        {REWARD: 0, ENTROPY: 0, "algorithm/zero_signal_groups_frac": 1},
+        {REWARD: 0, ENTROPY: 0, module.ZERO_SIGNAL: 1},
     ]
     assert warnings_of(lines, no_signal=False, **off) == []
 
@@ -111,22 +112,33 @@ def test_command_and_url_get_the_warning_as_json(tmp_path: Path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     file = tmp_path / "told.json"
     url = f"http://127.0.0.1:{server.server_port}/hook"
-    warnings_of(series(module.FAILED, 0.5), command=f"cat > {file}", webhook_url=url)
+    warnings_of(series(module.FAILED, 0.0, 0.5), command=f"cat > {file}", webhook_url=url)
     joined("_run_command")
     joined("_post")
     server.shutdown()
     server.server_close()
     expected = {
-        "run": "run", "step": 1, "metric": module.FAILED, "value": 0.5,
+        "run": "run", "step": 2, "metric": module.FAILED, "value": 0.5,
         "message": f"50% of the requests failed ({module.FAILED} above 0.2)",
     }  # fmt: skip
     assert json.loads(file.read_text()) == expected
     assert received == [expected]
 
 
+def test_steps_without_a_signal_call_the_command(tmp_path: Path):
+    command = f"cat >> {tmp_path}/told.json"
+    warnings_of(series(module.ZERO_SIGNAL, 1.0, 1.0), command=command)
+    joined("_run_command")
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert (told["step"], told["message"][:8]) == (1, "no group")
+    warnings_of(series(module.ZERO_SIGNAL, 1.0), command=f"touch {tmp_path}/off", no_signal=False)
+    joined("_run_command")
+    assert not (tmp_path / "off").exists()
+
+
 def test_calls_that_fail_are_logged_and_stop_nothing(caplog: pytest.LogCaptureFixture):
     warnings_of(
-        series(module.FAILED, 0.5),
+        series(module.FAILED, 0.0, 0.5),
         command="echo no >&2; exit 3",
         webhook_url="http://127.0.0.1:9/secret",
     )
