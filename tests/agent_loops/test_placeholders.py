@@ -134,6 +134,31 @@ async def test_a_loop_shows_pictures_in_its_prompt_and_between_turns(
     assert engine.shown == [request.media_spans[:1], request.media_spans]
 
 
+class CopyingLoop(ShowingLoop):
+    """Passes equal copies of its pictures to each call, and returns others."""
+
+    async def begin(self, row: dict[str, Any]) -> tuple[list[int], list[Any]]:
+        ids, images = await super().begin(row)
+        return ids, [image.copy() for image in images]
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        output = await super().run(sampling_params, **kwargs)
+        assert output.multi_modal_data is not None
+        output.multi_modal_data["images"] = [
+            image.copy() for image in output.multi_modal_data["images"]
+        ]
+        return output
+
+
+async def test_an_equal_copy_is_the_same_picture() -> None:
+    request, engine = await drive(CopyingLoop)
+    assert request.stop_reason is StopReason.ANSWERED, request.error
+    same, _ = await drive(ShowingLoop)
+    assert sum(request.loss_mask) > 0
+    assert (request.input_ids, request.loss_mask) == (same.input_ids, same.loss_mask)
+    assert engine.shown == [request.media_spans[:1], request.media_spans]
+
+
 @pytest.mark.parametrize("loop", [ShowingLoop, ProcessorLoop])
 async def test_the_prompt_is_that_of_the_state_machine(loop: type[AgentLoopBase]) -> None:
     request, _ = await drive(loop)
@@ -203,7 +228,7 @@ def spoiled(spoil: Any) -> type[Refused]:
 
 
 def unexpanded(ids: list[int], images: list[Any]) -> tuple[list[int], list[Any]]:
-    (pad,) = make_tokenizer().convert_tokens_to_ids(["<|image_pad|>"])
+    pad = make_tokenizer().get_vocab()["<|image_pad|>"]
     first = ids.index(pad)
     return [one for at, one in enumerate(ids) if one != pad or at == first], images
 
