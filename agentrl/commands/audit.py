@@ -5,6 +5,7 @@ computed from the saved requests, and compared with the saved tokens and the log
 """
 
 import json
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -156,13 +157,17 @@ def run_checks(config: RunConfig, run: Path, folder: Path) -> list[Check]:
     metrics = Check("metrics", "metrics that follow from the rows")
     with digests.collecting():
         _check_digests(digests, folder)
-    renderer, next_rows = _load_template(config, template), _find_order(config, run, order)
     logged = {one.step: one.metrics for one in read_metrics(run / METRICS_FILE)}
-    for file in sorted(folder.glob("step_*.jsonl")):
+    renderer, rows = _load_template(config, template), list[tuple[int, int]]()
+    places = _find_places(config, run, logged, order)
+    files = sorted(folder.glob("step_*.jsonl"))
+    with lines.collecting():
+        _check_steps(files, logged)
+    for file in files:
         with lines.collecting():
             step = _read_step(file, logged)
             with order.collecting():
-                _check_order(order, step, next_rows, config)
+                _check_order(order, step, places, rows)
             with versions.collecting():
                 _check_versions(versions, step)
             with template.collecting():
@@ -189,14 +194,26 @@ def _check_digests(check: Check, folder: Path) -> None:
     for path in sorted([*folder.glob("*.jsonl"), *folder.glob("*.parquet")]):
         if path.name not in names and path.name != DIGESTS_FILE:
             # A run that was killed between both writes repeats the step when it resumes.
-            if path.stem.split(".")[0] > f"step_{last:06d}":
+            if int(path.stem.split(".")[0].rpartition("_")[2]) > last:
                 check.not_done = f"{path.name} has no digest: the run ended before it was written"
                 continue
             raise DataError("the file has no digest", file=path)
 
 
+def _check_steps(files: Sequence[Path], logged: Mapping[int, Mapping[str, float]]) -> None:
+    """Check that each step since the first saved one has a file."""
+    saved = {_step_of(file) for file in files}
+    for step in _training_steps(logged):
+        if step > min(saved) and step not in saved:
+            raise DataError("the step has no file of rollouts", step=step, folder=files[0].parent)
+
+
+def _step_of(file: Path) -> int:
+    return int(file.stem.removeprefix("step_"))
+
+
 def _read_step(file: Path, logged: Mapping[int, Mapping[str, float]]) -> Step:
-    number = int(file.stem.removeprefix("step_"))
+    number = _step_of(file)
     if number not in logged:
         raise DataError("the step has no metrics", file=file)
     saved, tokens = list(read_trajectories(file)), read_tokens(token_path(file))
@@ -265,62 +282,68 @@ def _check_template(
             )  # fmt: skip
 
 
-@dataclass
-class DataRows:
-    """The order of the data from step 1 on, and the row that is at each place of it.
+def _find_places(
+    config: RunConfig, run: Path, logged: Mapping[int, Mapping[str, float]], check: Check
+) -> dict[int, list[int]]:
+    """Return, for each step, the places of its prompts in the order of the data.
 
-    The data without its overlong prompts keeps the order of the file, so later places have later
-    rows; which rows were left out is not known here.
+    Empty if no checkpoint has the number of rows.
     """
-
-    order: DataOrder
-    row_at: dict[int, int] = field(default_factory=dict[int, int])
-
-    def add(self, place: int, row: int) -> None:
-        """Note the row at a place.
-
-        Raises:
-            DataError: If the place has another row, or the order of the file is broken.
-        """
-        for other, known in self.row_at.items():
-            if (other < place, other == place) != (known < row, known == row):
-                raise DataError(
-                    f"row {row} is at place {place} of the data, and row {known} at place {other}",
-                    expected="one row at each place, in the order of the file",
-                )
-        self.row_at[place] = row
-
-
-def _find_order(config: RunConfig, run: Path, check: Check) -> DataRows | None:
-    """Return the data at its start; None if no checkpoint has the number of rows."""
     states = sorted((run / "checkpoints").glob("global_step_*/state.json"))
     if not states:
         check.not_done = "not done: no checkpoint has the number of rows"
-        return None
+        return {}
     data = json.loads(states[0].read_text(encoding="utf-8"))["data"]
     order = DataOrder(data["num_rows"], seed=config.data.seed, shuffle=config.data.shuffle)
-    return DataRows(order)
+    places: dict[int, list[int]] = {}
+    for step in sorted(_training_steps(logged)):
+        num_batches = int(logged[step].get("filter_groups/num_gen_batches", 1))
+        batches = [order.next_batch(config.prompts_per_rollout) for _ in range(num_batches)]
+        places[step] = [place for batch in batches for place in batch]
+    return places
 
 
-def _check_order(check: Check, step: Step, rows: DataRows | None, config: RunConfig) -> None:
-    if rows is None:
+def _training_steps(logged: Mapping[int, Mapping[str, float]]) -> list[int]:
+    return [step for step, metrics in logged.items() if "rollout/num_requests" in metrics]
+
+
+def _check_order(
+    check: Check, step: Step, places: Mapping[int, Sequence[int]], rows: list[tuple[int, int]]
+) -> None:
+    """Check that each place of the data has one row, in the order of the file.
+
+    Data without its overlong prompts keeps the order of the file; which rows were left out is not
+    known here.
+
+    Args:
+        check: Counts the prompts.
+        step: The step.
+        places: Of each step's prompts.
+        rows: Places and rows of earlier steps, sorted; those of this step are added.
+    """
+    if not places:
         return
-    size, num_batches = (
-        config.prompts_per_rollout,
-        step.metrics.get("filter_groups/num_gen_batches"),
-    )
-    places = [place for _ in range(int(num_batches or 1)) for place in rows.order.next_batch(size)]
-    check.num += len(places)
+    own = places[step.number]
+    check.num += len(own)
     for request in step.sampled:
         # The id is PLAN-STEP-ROW-INDEX-SAMPLE.
         row, index = int(request.request_id.split("-")[-3]), request.batch_data_id
-        if index >= len(places):
-            raise DataError(f"prompt {index} of {len(places)}", request=request.request_id)
-        try:
-            rows.add(places[index], row)
-        except DataError as error:
-            error.details |= {"file": step.file, "request": request.request_id}
-            raise
+        where = {"file": step.file, "request": request.request_id}
+        if index >= len(own):
+            raise DataError(f"prompt {index} of {len(own)}", **where)
+        found = own[index], row
+        at = bisect_left(rows, found)
+        if rows[at : at + 1] == [found]:
+            continue
+        for other in rows[max(0, at - 1) : at + 1]:
+            if (other[0] < found[0]) is not (other[1] < found[1]) or other[0] == found[0]:
+                raise DataError(
+                    f"row {row} is at place {found[0]} of the data, and row {other[1]} at place "
+                    f"{other[0]}",
+                    **where,
+                    expected="one row at each place, in the order of the file",
+                )
+        rows.insert(at, found)
 
 
 def _check_combined(check: Check, step: Step, config: RunConfig) -> None:

@@ -167,7 +167,7 @@ def process_image(image: Any, *_: Any, **__: Any) -> Any:
     Raises:
         DataError: If it cannot be decoded.
     """
-    return load_media(MediaKind.IMAGE, image).data
+    return load_media(MediaKind.IMAGE, image).data.copy()
 
 
 def process_video(video: Any, *_: Any, **__: Any) -> Any:

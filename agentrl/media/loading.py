@@ -21,6 +21,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote, urlparse
+from weakref import WeakValueDictionary
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -39,6 +40,9 @@ VIDEO_FPS = 2.0
 MAX_FRAMES = 128
 """Most frames that are read from a video file, if its entry has no `max_frames`."""
 
+_decoded: "WeakValueDictionary[bytes, Image.Image]" = WeakValueDictionary()
+"""Decoded images by the digest of their file, while requests keep them: the samples of a group have
+the same file, and some start later than others."""
 _IMAGE = "a path, bytes of an image file, a data: URL, a PIL image or an array [H, W, 3] of uint8"
 _VIDEO = "a path, a list of images, or an array [F, H, W, 3] of uint8"
 
@@ -185,10 +189,13 @@ def _decode_base64(text: str) -> bytes:
 def _decode_image(data: bytes, name: str) -> Image.Image:
     if not data:
         raise DataError("an empty image file", file=name or None, expected=_IMAGE)
+    key = blake2b(data, digest_size=16).digest()
+    if (known := _decoded.get(key)) is not None:
+        return known
     try:
         with Image.open(io.BytesIO(data)) as opened:
             _check_size(opened, name)
-            return _to_rgb(opened)
+            return _decoded.setdefault(key, _to_rgb(opened))
     # PIL raises many kinds of errors for broken files: SyntaxError, struct.error, zlib.error, ...
     except Exception as error:
         if isinstance(error, DataError):
@@ -233,8 +240,7 @@ def _load_video(source: Any) -> tuple[Video, str]:
     fps, max_frames, found = cast("float | None", None), MAX_FRAMES, source
     if isinstance(found, Mapping):
         given = cast("Mapping[str, Any]", found)
-        fps = None if given.get("fps") is None else float(given["fps"])
-        max_frames = int(given.get("max_frames") or MAX_FRAMES)
+        fps, max_frames = _number(given, "fps"), int(_number(given, "max_frames") or MAX_FRAMES)
         found = _unwrap(given, "video")
     if isinstance(found, Video):
         return found, ""
@@ -254,6 +260,13 @@ def _load_video(source: Any) -> tuple[Video, str]:
     raise DataError(f"{_shown(source)} is not a video", expected=_VIDEO)
 
 
+def _number(source: Mapping[str, Any], key: str) -> float | None:
+    value = source.get(key)
+    if value is None or (isinstance(value, int | float) and 0 < value < float("inf")):
+        return None if value is None else float(value)
+    raise DataError(f"a video with the {key} {value!r}", expected="a number above 0")
+
+
 def _read_video(path: Path, fps: float, max_frames: int) -> Video:
     """Read frames of a video file at equal distances in time."""
     try:
@@ -268,6 +281,8 @@ def _read_video(path: Path, fps: float, max_frames: int) -> Video:
     frames, next_time = list[Any](), 0.0
     try:
         with av.open(str(path)) as container:
+            if container.duration:  # in microseconds: fewer frames of a long video
+                fps = min(fps, max_frames / (container.duration / 1e6))
             for frame in container.decode(video=0):
                 if frame.time is not None and frame.time < next_time - 1e-6:
                     continue

@@ -16,10 +16,12 @@ import torch
 from agentrl import Trainer
 from agentrl.commands.audit import read_start, run_checks
 from agentrl.config import load_config, parse_config
+from agentrl.config.schema.run import TrainerConfig
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.errors import DataError
 from agentrl.trainer.components import start_components
-from agentrl.trainer.rollouts.digests import DIGESTS_FILE, add_digest
+from agentrl.trainer.metrics.run_logger import RunLogger
+from agentrl.trainer.rollouts.digests import DIGESTS_FILE, add_digest, drop_digests
 from agentrl.trainer.setup.rollout_setup import make_manager
 from agentrl.workers.distributed import stop_world
 from tests.fakes.runs import CALL, run_agentrl, tiny_run
@@ -177,9 +179,35 @@ def test_a_missing_line_and_a_changed_line_of_digests_are_found(run: Path) -> No
     file.write_text("".join(lines[1:]))
     assert "does not continue the chain" in found(run)["digests"]
     file.write_text("".join(lines[:-1]))
-    assert "has no digest" in found(run).get("digests", "has no digest")
+    assert "has no digest" in found(run)["digests"]
     file.write_text("".join(lines).replace('"step": 1', '"step": 2', 1))
     assert "does not continue the chain" in found(run)["digests"]
+
+
+def test_the_last_step_cannot_be_removed_with_its_digests(run: Path) -> None:
+    folder = run / "rollouts"
+    for file in folder.glob("step_000002*"):
+        file.unlink()
+    lines = (folder / DIGESTS_FILE).read_text().splitlines(keepends=True)
+    (folder / DIGESTS_FILE).write_text("".join(line for line in lines if '"step": 1' in line))
+    assert found(run) == {"lines": "the step has no file of rollouts"}
+
+
+def test_damaged_digests_are_reported_and_stop_no_run(run: Path) -> None:
+    file = run / "rollouts" / DIGESTS_FILE
+    file.write_bytes(b"\xff\n" + file.read_bytes())
+    assert "damaged line" in found(run)["digests"]
+    drop_digests(file.parent, after=0)  # as a resume does
+    logger = RunLogger(TrainerConfig(default_local_dir=run))
+    with logger.ignoring_write_errors("rollouts"):
+        add_digest(run / "rollouts/step_000001.jsonl", 1)
+
+
+def test_a_line_that_a_killed_run_wrote_in_part_is_written_again(run: Path) -> None:
+    file = run / "rollouts" / DIGESTS_FILE
+    file.write_text(file.read_text()[:-20])
+    add_digest(run / "rollouts/step_000002.tokens.parquet", 2)
+    assert found(run) == {}
 
 
 # Rows that were changed together with their digests: found by what follows from them.

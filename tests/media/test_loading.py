@@ -141,6 +141,8 @@ def test_videos_are_frames() -> None:
         (np.zeros((2, 2, 3), np.uint8), "is not a video"),
         ([random_picture(0, (4, 4)), random_picture(0, (4, 8))], "different sizes"),
         ([b"no image"], "cannot be decoded"),
+        ({"video": "a.mp4", "fps": 0}, "a video with the fps 0"),
+        ({"video": "a.mp4", "max_frames": "many"}, "a video with the max_frames 'many'"),
     ],
 )
 def test_what_is_no_video_is_named(source: Any, message: str) -> None:
@@ -170,6 +172,19 @@ def test_a_picture_that_fails_once_is_tried_again(tmp_path: Path) -> None:
         asyncio.run(loader.load(MediaKind.IMAGE, path))
     Path(path).write_bytes(encode())
     assert asyncio.run(loader.load(MediaKind.IMAGE, path)).loaded.source == path
+
+
+def test_a_later_sample_of_a_group_does_not_decode_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    real = Image.open
+    monkeypatch.setattr(Image, "open", lambda file: opened.append(file) or real(file))
+    row = {"bytes": encode(random_picture(9, (12, 12)))}
+    first = image(row)
+    assert image({"bytes": bytes(row["bytes"])}).data is first.data
+    assert len(opened) == 1
+    del first
+    image(row)
+    assert len(opened) == 2  # nobody kept it
 
 
 def test_sources_are_hashed_without_decoding() -> None:

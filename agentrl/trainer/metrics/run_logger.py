@@ -151,7 +151,7 @@ class RunLogger:
         """Print an error of writing files that are only for viewing, and continue."""
         try:
             yield
-        except OSError as error:
+        except (OSError, DataError) as error:
             self.info(f"note: {what} not written: {error}")
 
     def plot(self) -> None:
