@@ -4,7 +4,7 @@
 PYTHON ?= python
 SGLANG_PYTHON ?= .sglang/bin/python
 
-.PHONY: help lint format types test test-slow test-sglang test-chaos coverage docs
+.PHONY: help lint format types test test-slow test-sglang test-chaos coverage docs site
 
 help:  ## Print this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -46,3 +46,6 @@ docs:  ## Write the generated pages again.
 	$(PYTHON) docs/make_trust_table.py
 	$(PYTHON) docs/make_memory.py
 	$(PYTHON) docs/make_roles.py
+
+site:  ## Build the documentation site; open site/index.html.
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

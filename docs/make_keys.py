@@ -82,7 +82,8 @@ def page() -> str:
         section = inner_section(field.annotation)
         if section is None:
             kind, default = type_words(field.annotation), default_words(field)
-            lines = [f"| `{name}` | {kind} | {default} | {field.description or ''} |"]
+            meaning = " ".join((field.description or "").split())
+            lines = [f"| `{name}` | {kind} | {default} | {meaning} |"]
         else:
             lines = list(rows(section, name))
         if lines:
