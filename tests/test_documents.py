@@ -60,6 +60,12 @@ def test_page_of_memory_is_the_arithmetic_of_the_doctor() -> None:
     assert load("make_memory").page() == page, "python docs/make_memory.py"
 
 
+def test_pages_of_the_reference_are_those_of_the_code() -> None:
+    folder = ROOT / "docs/reference"
+    found = {str(p.relative_to(folder)): p.read_text("utf-8") for p in folder.rglob("*.md")}
+    assert load("make_reference").pages() == found, "python docs/make_reference.py"
+
+
 def test_the_facts_about_methods_are_those_of_their_registrations():
     written = load_table(ROOT / "agentrl/config/methods.yaml")
     assert written == load("make_methods").methods(), "python docs/make_methods.py"
