@@ -81,6 +81,16 @@ def table(titles: str, rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def link_pages(text: str) -> str:
+    """Return text in which the names of pages are links."""
+    return re.sub(r"docs/(?:reference/)?(\w+\.md)", link_page, text)
+
+
+def link_page(found: re.Match[str]) -> str:
+    """Return the link to a page, from a page of the reference."""
+    return f"[{found[1]}]({'' if '/reference/' in found[0] else '../'}{found[1]})"
+
+
 def first_paragraph(thing: object) -> str:
     """Return the first paragraph of a docstring."""
     return (inspect.getdoc(thing) or "").split("\n\n")[0]
@@ -134,8 +144,7 @@ def metrics_page() -> str:
     parts = [head]
     for section, metrics in load_table(PACKAGE / "trainer/metrics/meanings.yaml").items():
         rows = [
-            [f"`{name}`", unit, meaning.replace("docs/", "")]
-            for name, (unit, meaning) in metrics.items()
+            [f"`{name}`", unit, link_pages(meaning)] for name, (unit, meaning) in metrics.items()
         ]
         parts.append(f"## {section}\n\n{table('metric, unit, meaning', rows)}")
     return "\n\n".join(parts) + "\n"
@@ -201,7 +210,7 @@ def errors_page() -> str:
 def plain(text: str | None) -> str:
     """Return help text without the backslashes that rich needs, and with links to pages."""
     without = re.sub(r"\\(?=\[)", "", text or "")
-    return re.sub(r"docs/(\w+\.md)", r"[\1](../\1)", without)
+    return link_pages(without)
 
 
 def describe_parameter(parameter: Any) -> list[str]:
