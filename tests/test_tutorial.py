@@ -1,4 +1,4 @@
-"""The tool of README and the plug-ins, row and run file of docs/tutorial.md work as printed."""
+"""The plug-ins, row and run file of docs/tutorial.md work as printed."""
 
 import asyncio
 import json
@@ -17,13 +17,11 @@ from agentrl.tools.registry import load_all_tools
 from tests.fakes.plugins import calling, make_context, make_engine, make_manager, make_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [(ROOT / name).read_text("utf-8") for name in ("README.md", "docs/tutorial.md")]
+PAGE = (ROOT / "docs/tutorial.md").read_text("utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    return [
-        b for page in PAGES for b in re.findall(rf"^```{language}\n(.*?)^```", page, re.M | re.S)
-    ]
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S)
 
 
 @pytest.fixture
