@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,3 +67,24 @@ def test_pages_load_nothing_from_another_host(site: Path):
 def test_links_out_of_the_documentation_lead_to_pages_of_the_site(site: Path):
     assert (site / "files/agentrl/rollout/states.py.html").is_file()
     assert 'href="tools.html"' in (site / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_browser_opens_the_site_from_disk_and_searches_it(site: Path):
+    api = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or pytest.skip("no chromium")
+    others, broken = list[str](), list[str]()
+    with api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.on("request", lambda r: others.append(r.url) if "file:" not in r.url else None)
+        page.on("pageerror", lambda error: broken.append(str(error)))
+        page.on("console", lambda m: broken.append(m.text) if m.type == "error" else None)
+        for name in ("index", "keys", "algorithms/index", "reference/api/tools"):
+            page.goto(f"{site.as_uri()}/{name}.html")
+        page.locator(".md-search__input").first.click()
+        page.keyboard.type("circuit_breaker")
+        page.locator(".md-search-result__item a[href*=tools]").first.wait_for(timeout=30_000)
+        browser.close()
+    assert [url for url in others if not url.startswith("data:")] == []
+    assert broken == []
