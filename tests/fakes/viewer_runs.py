@@ -1,0 +1,161 @@
+"""Run folders for the viewer, written line by line: as large as wanted, in seconds."""
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from agentrl.config.schema.reward import RewardConfig
+from agentrl.messages import FunctionCall, Message, ToolCall
+from agentrl.rollout.records import CallRecord
+from agentrl.rollout.states import StopReason
+from agentrl.trainer.rollouts.files import rollout_path, to_line
+from agentrl.trainer.rollouts.pictures import PictureCollector
+from agentrl.trainer.rollouts.token_files import TOKENS_VERSION, token_path
+from tests.fakes.finished_requests import append_answer, finish_request, start_request
+
+GROUP = 8
+QUESTIONS = (
+    "A train has 12 cars with 48 seats each. How many seats are there?",
+    "Ines has 83 stamps, buys 38 more and loses 78. How many are left?",
+    "Bread costs 3 coins, cheese 7. What do 4 of each cost?",
+)
+
+
+def write_view_run(
+    folder: Path, *, num_steps: int = 3, per_step: int = 16, seed: int = 0, is_live: bool = False
+) -> Path:
+    """Write a run: metrics, configuration, tokenizer, rollouts of each step and their tokens."""
+    rollouts = folder / "rollouts"
+    rollouts.mkdir(parents=True)
+    write_config(folder, seed=seed)
+    draw = random.Random(seed)
+    for step in range(1, num_steps + 1):
+        append_metrics(folder, step, draw)
+        write_step(folder, step, per_step, draw)
+    if not is_live:
+        (folder / "summary.json").write_text("{}")
+    return folder
+
+
+def write_config(folder: Path, *, seed: int) -> None:
+    model, start = folder / "model", folder / "starts" / "0001"
+    model.mkdir()
+    start.mkdir(parents=True)
+    vocabulary = {chr(code): code for code in range(256)}
+    Tokenizer(WordLevel(vocabulary, unk_token="\x00")).save(str(model / "tokenizer.json"))
+    config: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "actor": {"lr": 1e-6 * (1 + seed), "clip_ratio": 0.2},
+        "trainer": {"rollout_data_dir": str(folder / "rollouts"), "seed": seed},
+    }
+    (start / "resolved.yaml").write_text(yaml.safe_dump(config))
+
+
+def append_metrics(folder: Path, step: int, draw: random.Random) -> None:
+    """Append the line of a step, as a run that trains does."""
+    line = {
+        "step": step,
+        "rollout/reward/mean": 1 - 0.9 * 0.99**step + draw.gauss(0, 0.03),
+        "actor/grad_norm": 10 ** draw.gauss(-1, 0.3),
+        "actor/entropy": 2 * 0.995**step + draw.gauss(0, 0.02),
+        "response_length/mean": 80 + draw.gauss(0, 5),
+        "timing_s/step": 10 + draw.random(),
+        "perf/total_num_tokens": 5000.0,
+    }
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def make_line(messages: list[Message], answer: str, *, reason: StopReason, **fields: Any) -> str:
+    """Write a conversation as a line: a call of the calculator, its result, and an answer."""
+    request = start_request(messages[0].text, **fields)
+    call = CallRecord(
+        name="calculator",
+        arguments={"expression": "12 * 48"},
+        seconds=0.5,
+        queue_seconds=0.1,
+        num_tokens=4,
+        span=(0, 40),
+    )
+    append_answer(request, 'Let me compute. {"expression": "12 * 48"}', calls=[call])
+    request.append_observed(list(b"=576"), role="tool", seconds=0.6)
+    append_answer(request, answer)
+    request.messages += messages[1:]
+    request.metrics["seconds"] = 1.1
+    finish_request(request, reason)
+    return to_line(request, 1, PictureCollector(), reward=RewardConfig()).text
+
+
+def conversation(question: str, result: str, answer: str) -> list[Message]:
+    function = FunctionCall(name="calculator", arguments='{"expression": "12 * 48"}')
+    call = ToolCall(id="call_0", function=function)
+    return [
+        Message(role="user", content=question),
+        Message(role="assistant", content="Let me compute.", tool_calls=[call]),
+        Message(role="tool", content=result, tool_call_id="call_0", name="calculator"),
+        Message(role="assistant", content=answer),
+    ]
+
+
+def write_step(folder: Path, step: int, num: int, draw: random.Random) -> None:
+    """Write `num` trajectories of a step, in groups of 8, and their tokens."""
+    templates = [
+        json.loads(make_line(conversation(text, "576", "It is 576."), "It is 576.", reason=reason))
+        for text in QUESTIONS
+        for reason in (StopReason.ANSWERED, StopReason.FAILED)
+    ]
+    lines, rows = list[str](), list[dict[str, Any]]()
+    for number in range(num):
+        group = number // GROUP
+        is_failed = draw.random() < 0.03
+        line = copy.deepcopy(templates[group % len(QUESTIONS) * 2 + is_failed])
+        vary_line(line, step, number, draw)
+        lines.append(json.dumps(line) + "\n")
+        rows.append(row_of_tokens(line, draw))
+    path = rollout_path(folder / "rollouts", step)
+    metadata = {b"agentrl_version": str(TOKENS_VERSION)}
+    pq.write_table(pa.Table.from_pylist(rows).replace_schema_metadata(metadata), token_path(path))
+    draft = path.with_suffix(".draft")
+    draft.write_text("".join(lines))
+    draft.rename(path)
+
+
+def vary_line(line: dict[str, Any], step: int, number: int, draw: random.Random) -> None:
+    request, group = line["request"], number // GROUP
+    reward = round(min(1.0, max(0.0, draw.gauss(0.5, 0.3))), 3)
+    line.update(step=step, combined_reward=reward)
+    request.update(
+        request_id=f"train-{step}-{number}",
+        uid=f"train-{step}-{group}",
+        batch_data_id=group,
+        rollout_offset=number % GROUP,
+        reward=reward,
+        data_source="gsm8k" if group % 2 else "arithmetic",
+    )
+    request["messages"][-1]["content"] = f"It is {number}."
+    request["metrics"]["seconds"] = round(draw.lognormvariate(0.5, 0.6), 3)
+    call = request["turns"][0]["calls"][0]
+    if draw.random() < 0.1:
+        call.update(outcome="timeout", seconds=10.0)
+
+
+def row_of_tokens(line: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    request = line["request"]
+    num = len(request["response_ids"])
+    advantage = line["combined_reward"] - 0.5
+    return {
+        "request_id": request["request_id"],
+        "response_mask": [float(one) for one in request["loss_mask"]],
+        "old_log_probs": [one - 0.02 * draw.random() for one in request["rollout_log_probs"]],
+        "entropies": [draw.random()] * num,
+        "token_level_scores": [0.0] * (num - 1) + [line["combined_reward"]],
+        "advantages": [advantage] * num,
+    }
