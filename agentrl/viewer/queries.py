@@ -16,7 +16,6 @@ from agentrl.viewer.runs import RunReader, find_differences
 NUM_BINS = 24
 MAX_TOKENS = 500
 """Tokens of one answer."""
-_X_KEYS = {"time": "timing_s/step", "tokens": "perf/total_num_tokens"}
 _SORTS = ("id", "reward", "tokens", "turns", "seconds", "calls", "step", "end", "source", "trained")
 _TOKEN_COLUMNS = (
     "response_mask", "old_log_probs", "entropies", "ref_log_prob", "values", "token_level_scores",
@@ -114,27 +113,27 @@ def list_runs(runs: Sequence[RunReader]) -> dict[str, Any]:
     return {"runs": rows, "differences": differences}
 
 
-def read_curve(run: RunReader, name: str, x: str = "step") -> dict[str, Any]:
-    """Return the points of a metric.
+def read_curve(run: RunReader, name: str) -> dict[str, Any]:
+    """Return the values of a metric, and the index of the line of `metrics.jsonl` of each."""
+    lines = [(at, line[name]) for at, line in enumerate(run.metrics()) if name in line]
+    return {"at": [at for at, _ in lines], "y": [value for _, value in lines]}
 
-    Args:
-        run: The run.
-        name: Name of the metric.
-        x: `step`; `time` (seconds of all steps so far), `tokens` (of all steps so far), or
-            `trained` (trained tokens of the saved rollouts, of the files that are indexed).
+
+def read_axes(run: RunReader) -> dict[str, list[float]]:
+    """Return what curves are drawn over, for each line of `metrics.jsonl`.
+
+    `step`; `time` (seconds) and `tokens` of all steps so far; `trained`: trained tokens of all
+    steps so far, from the saved rollouts that are indexed. An axis without values is empty.
     """
-    trained = _trained_by_step(run) if x == "trained" else {}
-    total, xs, ys = 0.0, list[float](), list[float | None]()
-    for line in run.metrics():
-        step = line.get("step", 0)
-        if x in _X_KEYS:
-            total += line.get(_X_KEYS[x]) or 0.0
-        elif x == "trained":
-            total += trained.get(step, 0)
-        if name in line:
-            xs.append(step if x == "step" else total)
-            ys.append(line[name])
-    return {"x": xs, "y": ys}
+    metrics, trained = run.metrics(), _trained_by_step(run)
+    steps = [line.get("step", 0) for line in metrics]
+    by_line = {
+        "time": [line.get("timing_s/step") or 0.0 for line in metrics],
+        "tokens": [line.get("perf/total_num_tokens") or 0.0 for line in metrics],
+        "trained": [trained.get(step, 0) for step in steps],
+    }
+    sums = {name: np.cumsum(values).tolist() for name, values in by_line.items() if any(values)}
+    return {"step": steps, "time": [], "tokens": [], "trained": [], **sums}
 
 
 def _trained_by_step(run: RunReader) -> dict[int, int]:
@@ -392,7 +391,11 @@ def list_tokens(
     request = index.read(entry)["request"]
     one = [*request["branches"], request][sequence]
     ids, end = one["response_ids"], start + MAX_TOKENS
-    trained = read_token_rows(index.path, [one["request_id"]])
+    trained = [
+        row
+        for row in read_token_rows(index.path, [one["request_id"]])
+        if len(row["response_mask"]) == len(ids)
+    ]
     columns: dict[str, list[Any]] = {
         "id": ids[start:end],
         "mask": one["loss_mask"][start:end],

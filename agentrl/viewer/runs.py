@@ -34,7 +34,8 @@ class RunReader:
         self._metrics: list[dict[str, Any]] = []
         self._metrics_end = 0
         self._files: dict[str, FileIndex] = {}
-        self._lock = threading.Lock()
+        self._metrics_lock = threading.Lock()
+        self._files_lock = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -76,7 +77,7 @@ class RunReader:
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of `metrics.jsonl`, of which only new ones are read."""
         path = self.folder / METRICS_FILE
-        with self._lock, suppress(FileNotFoundError), path.open("rb") as file:
+        with self._metrics_lock, suppress(FileNotFoundError), path.open("rb") as file:
             size = file.seek(0, 2)
             if size < self._metrics_end:  # a resumed run drops later steps
                 self._metrics, self._metrics_end = [], 0
@@ -117,7 +118,7 @@ class RunReader:
             LookupError: If there is no such file.
         """
         path = self.find_files()[label]
-        with self._lock:
+        with self._files_lock:
             known = self._files.get(label)
             if known is None or known.signature != signature_of(path):
                 known = self._files[label] = index_file(path, label)

@@ -22,11 +22,13 @@ from agentrl.viewer.queries import Filters, read_number
 from agentrl.viewer.runs import RunReader
 
 STATIC = Path(__file__).parent / "static"
-_FILES = {
+STATIC_FILES = {
     "": ("index.html", "text/html"),
     "viewer.js": ("viewer.js", "text/javascript"),
     "style.css": ("style.css", "text/css"),
+    "icon.svg": ("icon.svg", "image/svg+xml"),
 }
+"""Name and type of each file by its path."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -88,7 +90,8 @@ class ViewServer:
             for run in self._runs:
                 for label in run.find_files():
                     with suppress(LookupError, OSError):  # a resumed run may have moved it
-                        await asyncio.to_thread(run.index, label)
+                        index = await asyncio.to_thread(run.index, label)
+                        await asyncio.to_thread(lambda index=index: index.advantages)
             await asyncio.sleep(_INDEX_PERIOD_S)
 
     async def _answer(self, request: web.Request) -> web.Response:
@@ -97,8 +100,8 @@ class ViewServer:
         hosts = (f"127.0.0.1:{self._port}", f"localhost:{self._port}")
         if not is_known or request.host not in hosts:
             return web.Response(status=403, text="403: use the address that was printed\n")
-        if path in _FILES:
-            name, kind = _FILES[path]
+        if path in STATIC_FILES:
+            name, kind = STATIC_FILES[path]
             body = (STATIC / name).read_bytes()
             return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
         try:
@@ -122,7 +125,8 @@ def answer(runs: Sequence[RunReader], name: str, query: Mapping[str, str]) -> st
         return queries.to_json(queries.list_runs(runs))
     run = runs[_index(query, "run")]
     by_name: dict[str, Callable[[], Any]] = {
-        "curve": lambda: queries.read_curve(run, query["name"], query.get("x", "step")),
+        "axes": lambda: queries.read_axes(run),
+        "curve": lambda: queries.read_curve(run, query["name"]),
         "list": lambda: queries.list_trajectories(
             run,
             Filters.of(query),

@@ -76,7 +76,8 @@ def append_metrics(folder: Path, step: int, draw: random.Random) -> None:
 
 def make_line(messages: list[Message], answer: str, *, reason: StopReason, **fields: Any) -> str:
     """Write a conversation as a line: a call of the calculator, its result, and an answer."""
-    request = start_request(messages[0].text, **fields)
+    prompt = messages[0].text[:1000].encode(errors="replace").decode()
+    request = start_request(prompt, **fields)
     call = CallRecord(
         name="calculator",
         arguments={"expression": "12 * 48"},
@@ -88,7 +89,7 @@ def make_line(messages: list[Message], answer: str, *, reason: StopReason, **fie
     append_answer(request, 'Let me compute. {"expression": "12 * 48"}', calls=[call])
     request.append_observed(list(b"=576"), role="tool", seconds=0.6)
     append_answer(request, answer)
-    request.messages += messages[1:]
+    request.messages = messages
     request.metrics["seconds"] = 1.1
     finish_request(request, reason)
     return to_line(request, 1, PictureCollector(), reward=RewardConfig()).text

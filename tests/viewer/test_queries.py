@@ -112,13 +112,14 @@ def test_metrics_of_a_resumed_run_are_read_again(folder: Path, run: RunReader):
     assert [line["step"] for line in run.metrics()] == [1]
 
 
-def test_a_curve_has_each_kind_of_x(run: RunReader):
+def test_curves_have_four_axes(run: RunReader):
     trained = sum(entry.trained for entry in run.index("rollouts/step_000001").entries)
-    name = "rollout/reward/mean"
-    assert queries.read_curve(run, name)["x"] == [1, 2, 3]
-    assert queries.read_curve(run, name, "tokens")["x"] == [5000, 10000, 15000]
-    assert queries.read_curve(run, name, "trained")["x"][0] == trained
-    assert 10 <= queries.read_curve(run, name, "time")["x"][0] <= 11
+    axes = queries.read_axes(run)
+    assert axes["step"] == [1, 2, 3]
+    assert axes["tokens"] == [5000, 10000, 15000]
+    assert axes["trained"][0] == trained
+    assert 10 <= axes["time"][0] <= 11
+    assert queries.read_curve(run, "rollout/reward/mean")["at"] == [0, 1, 2]
 
 
 def test_a_step_has_distributions_groups_and_failures(run: RunReader):
@@ -164,6 +165,17 @@ def test_tokens_have_text_mask_and_what_training_computed(run: RunReader):
 def test_tokens_are_shown_as_ids_without_a_tokenizer(folder: Path):
     (folder / "model" / "tokenizer.json").unlink()
     assert "text" not in queries.list_tokens(RunReader(folder), f"{STEP}:0")["columns"]
+
+
+def test_tokens_of_another_attempt_are_not_shown(folder: Path):
+    path = folder / "rollouts" / "step_000002.jsonl"
+    line = json.loads(path.read_text().splitlines()[0])
+    for key, value in (("loss_mask", 1), ("response_ids", 65), ("rollout_log_probs", -1.0)):
+        line["request"][key].append(value)
+    path.write_text(json.dumps(line) + "\n")
+    tokens = queries.list_tokens(RunReader(folder), f"{STEP}:0")
+    assert not tokens["has_training"]
+    assert "ratio" not in tokens["columns"]
 
 
 def test_tokens_of_a_sequence_are_paged(run: RunReader, monkeypatch: pytest.MonkeyPatch):
