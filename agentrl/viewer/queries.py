@@ -100,7 +100,7 @@ def list_runs(runs: Sequence[RunReader]) -> dict[str, Any]:
             {
                 "run": number,
                 "name": run.name,
-                "folder": str(run.folder.resolve()),
+                "folder": str(run.folder),
                 "state": run.state,
                 "step": metrics[-1].get("step") if metrics else None,
                 "num_lines": len(metrics),

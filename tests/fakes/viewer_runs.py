@@ -140,12 +140,33 @@ def vary_line(line: dict[str, Any], step: int, number: int, draw: random.Random)
         rollout_offset=number % GROUP,
         reward=reward,
         data_source="gsm8k" if group % 2 else "arithmetic",
+        ground_truth="576",
     )
-    request["messages"][-1]["content"] = f"It is {number}."
-    request["metrics"]["seconds"] = round(draw.lognormvariate(0.5, 0.6), 3)
+    request["metrics"]["seconds"] = round(1.1 + draw.lognormvariate(0.0, 0.8), 3)
     call = request["turns"][0]["calls"][0]
     if draw.random() < 0.1:
         call.update(outcome="timeout", seconds=10.0)
+    more = " That is what the calculator says." * min(6, int(draw.expovariate(0.7)))
+    replace_answer(line, f"It is {number}.{more}", version=step - 1)
+
+
+def replace_answer(line: dict[str, Any], answer: str, *, version: int) -> None:
+    """Replace the last turn: its message, its tokens, and the summary of the line."""
+    request, summary, num = line["request"], line["summary"], len(answer)
+    request["messages"][-1]["content"] = answer
+    turn = request["turns"][-1]
+    start = turn["start"]
+    turn.update(end=start + num, weight_versions=[[version, 0, num]])
+    values = {"response_ids": answer.encode(), "loss_mask": [1] * num}
+    for key, new in {**values, "rollout_log_probs": [-0.1 * (i % 9) for i in range(num)]}.items():
+        request[key] = [*request[key][:start], *new]
+    mask = request["loss_mask"] if request["state"] == "completed" else [0] * (start + num)
+    summary.update(
+        num_response_tokens=len(mask),
+        num_trained_tokens=sum(mask),
+        mask_ones_ratio=sum(mask) / len(mask),
+        reward_index=len(mask) - 1 if sum(mask) else None,
+    )
 
 
 def row_of_tokens(line: dict[str, Any], draw: random.Random) -> dict[str, Any]:
@@ -156,7 +177,7 @@ def row_of_tokens(line: dict[str, Any], draw: random.Random) -> dict[str, Any]:
         "request_id": request["request_id"],
         "response_mask": [float(one) for one in request["loss_mask"]],
         "old_log_probs": [one - 0.02 * draw.random() for one in request["rollout_log_probs"]],
-        "entropies": [draw.random()] * num,
+        "entropies": [draw.random() for _ in range(num)],
         "token_level_scores": [0.0] * (num - 1) + [line["combined_reward"]],
         "advantages": [advantage] * num,
     }

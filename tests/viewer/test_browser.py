@@ -35,7 +35,7 @@ FILE = "rollouts/step_000010"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"needs {CHROMIUM}"),
+    pytest.mark.skipif(not os.access(CHROMIUM, os.X_OK), reason=f"needs {CHROMIUM}"),
 ]
 
 
@@ -378,27 +378,37 @@ def test_an_export_opens_from_disk(tmp_path: Path, make_tab: Any):
 def take_screenshots(make_tab: Any, address: str, folder: Path) -> None:
     """Make the pictures of `docs/viewer.md`."""
     shots = {
-        "viewer_runs": "runs",
-        "viewer_step": f"step?file={FILE}",
-        "viewer_trajectory": f"trajectory?id={FILE}:17",
+        "viewer_runs": ("runs", 640),
+        "viewer_step": ("step", 700),
+        "viewer_trajectory": ("trajectory?id=rollouts/step_000040:17", 760),
     }
-    for name, fragment in shots.items():
-        tab = make_tab(1100)
+    for name, (fragment, height) in shots.items():
+        tab = make_tab(1200)
+        tab.page.set_viewport_size({"width": 1200, "height": height})
         tab.open(address, fragment)
+        if name == "viewer_runs":
+            tab.page.fill("#smooth", "0.6")
+            tab.page.locator("#smooth").blur()
         if name == "viewer_trajectory":
             tab.page.keyboard.press("t")
             tab.page.wait_for_selector(".token")
-            tab.page.select_option("#color", "advantages")
+            tab.page.select_option("#color", "rollout_log_probs")
             tab.page.locator(".token").nth(5).click()
             tab.page.evaluate("scrollTo(0, 0)")
+        tab.settle()
         tab.page.screenshot(path=str(folder / f"{name}.png"))
 
 
 def test_the_screenshots_of_the_documentation(
-    address: str, make_tab: Any, tmp_path: Path, request: pytest.FixtureRequest
+    make_tab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """With AGENTRL_SCREENSHOTS=1 they are written to `docs/`."""
+    monkeypatch.chdir(tmp_path)
+    runs = [Path("runs/lr_1e-6"), Path("runs/lr_3e-6")]
+    for seed, run in enumerate(runs):
+        write_view_run(run, num_steps=40, per_step=64, seed=2 * seed)
     folder = DOCS if os.environ.get("AGENTRL_SCREENSHOTS") else tmp_path
-    take_screenshots(make_tab, address, folder)
+    with serving(*runs) as address:
+        take_screenshots(make_tab, address, folder)
     for name in ("viewer_runs", "viewer_step", "viewer_trajectory"):
         assert (folder / f"{name}.png").stat().st_size > 10_000

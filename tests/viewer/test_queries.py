@@ -9,6 +9,7 @@ import pytest
 
 from agentrl.errors import ConfigError, DataError
 from agentrl.rollout.states import StopReason
+from agentrl.trainer.rollouts.files import read_trajectories
 from agentrl.viewer import queries
 from agentrl.viewer.queries import Filters
 from agentrl.viewer.runs import RunReader, find_differences
@@ -31,6 +32,11 @@ def run(folder: Path) -> RunReader:
 
 def listed(run: RunReader, **given: Any) -> list[dict[str, Any]]:
     return queries.list_trajectories(run, Filters(**given), limit=100)["rows"]
+
+
+def test_the_fake_run_is_one_that_the_library_reads(folder: Path):
+    for path in (folder / "rollouts").glob("*.jsonl"):
+        assert len(list(read_trajectories(path))) == 16
 
 
 def test_a_list_has_all_trajectories_and_is_paged(run: RunReader):

@@ -318,7 +318,7 @@
 
   /** Return the width of a column of charts, so that texts in a chart have their size. */
   function chartWidth(charts) {
-    const all = charts.clientWidth || 900, number = Math.max(1, Math.floor((all + 16) / 416));
+    const all = charts.clientWidth || 900, number = Math.max(1, Math.floor((all + 16) / 396));
     return Math.round((all - 16 * (number - 1)) / number);
   }
 
@@ -426,9 +426,9 @@
   function bars(bins, file) {
     const width = 300, height = 120, bottom = 18, most = Math.max(1, ...bins.counts);
     const summary = bins.counts.length
-      ? `mean ${num(bins.mean, 3)}, median ${num(bins.median, 3)}, 95 % ${num(bins.p95, 3)} ${bins.unit}` : "no values";
+      ? `mean ${num(bins.mean, 3)}, median ${num(bins.median, 3)}, 95th percentile ${num(bins.p95, 3)}` : "no values";
     const svg = h("svg", { viewBox: `0 0 ${width} ${height}` });
-    const size = width / Math.max(1, bins.counts.length);
+    const size = Math.min(40, width / Math.max(1, bins.counts.length));
     bins.counts.forEach((count, i) => {
       const tall = (count / most) * (height - bottom - 4);
       const range = bins.is_whole ? num(bins.edges[i] + 0.5) : `${num(bins.edges[i])} to ${num(bins.edges[i + 1])}`;
@@ -441,7 +441,8 @@
     });
     svg.append(h("line", { class: "grid", x1: 0, x2: width, y1: height - bottom, y2: height - bottom }));
     if (bins.counts.length) {
-      svg.append(h("text", { x: 0, y: height - 4 }, num(bins.min)), h("text", { x: width, y: height - 4, "text-anchor": "end" }, num(bins.max)));
+      svg.append(h("text", { x: 0, y: height - 4 }, num(bins.min)),
+        bins.max > bins.min ? h("text", { x: size * bins.counts.length, y: height - 4, "text-anchor": "end" }, num(bins.max)) : "");
     }
     const names = { reward: "Reward", response: "Response, tokens", turns: "Turns", duration: "Duration, s" };
     return h("figure", {}, h("figcaption", {}, names[bins.name]), h("div", { class: "dim" }, summary, bins.missing ? `, ${num(bins.missing)} without` : ""), svg);
