@@ -14,10 +14,12 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from agentrl.agent_loops.output import AgentLoopOutput
+from agentrl.agent_loops.placeholders import show_media
 from agentrl.agent_loops.server_manager import AsyncLLMServerManager
 from agentrl.errors import AgentError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.fitting import fit_prompt
+from agentrl.rollout.media import by_kind
 
 _INIT_LOCK = threading.Lock()
 
@@ -56,7 +58,7 @@ class AgentLoopBase(ABC):
         trainer_config: The run's configuration as `.config`, under verl's names and agentrl's.
         server_manager: Generates.
         tokenizer: The policy's tokenizer. `apply_chat_template` returns a list of ids.
-        processor: None: agentrl trains on text only.
+        processor: The model's processor of transformers; None if it reads text only.
         dataset_cls: None, or the class of `data.custom_cls`.
         data_config: The section `data` as `.config`.
         hf_model_type: Not used.
@@ -135,7 +137,7 @@ class AgentLoopBase(ABC):
         Args:
             config: As `self.config`.
             tokenizer: As `self.tokenizer`.
-            processor: None.
+            processor: As `self.processor`.
             **kwargs: As those of the constructor.
         """
 
@@ -147,7 +149,8 @@ class AgentLoopBase(ABC):
 
         Args:
             sampling_params: Temperature and the like; to be passed to `generate`.
-            **kwargs: The row: its columns, and `raw_prompt` (the messages), `data_source`,
+            **kwargs: The row: its columns, and `raw_prompt` (the messages; parts of images and
+                videos have them decoded), `multi_modal_data` (the same by kind), `data_source`,
                 `reward_model`, `extra_info`, `tools_kwargs`, `interaction_kwargs`, `index`, `uid`.
 
         Returns:
@@ -171,24 +174,26 @@ class AgentLoopBase(ABC):
         Args:
             messages: Messages as dicts.
             tools: Schemas as dicts.
-            images: Must be empty.
-            videos: Must be empty.
+            images: The images of the messages, in order; None: each part has its own.
+            videos: As `images`.
             remove_system_prompt: The messages continue a conversation: return what follows the turn
                 that was sampled last, from the end of that turn on.
 
         Raises:
             TemplateError: If the template cannot render the messages.
-            DataError: If a prompt is too long, and `data.truncation` is `error`.
+            DataError: If a prompt is too long, and `data.truncation` is `error` or it has images.
+            AgentError: If there is not one image for each part, or one cannot be loaded.
         """
-        self._refuse_media(images, videos)
         template, schemas = self.server_manager.template, _read_tools(tools)
-        read = read_messages(messages)
+        media = self.server_manager.media
+        read = await show_media(read_messages(messages), media, images, videos)
         if remove_system_prompt:
             calls = self.server_manager.calls
             return self._follow(read, schemas, calls[-1].token_ids if calls else [])
         encoded = await template.encode_planned(template.plan_prompt(read, schemas))
-        limit = self.rollout_config.prompt_length
-        return fit_prompt(encoded.ids, limit, self.data_config.get("truncation") or "error")
+        limit, has_media = self.rollout_config.prompt_length, bool(encoded.runs)
+        truncation = "error" if has_media else self.data_config.get("truncation") or "error"
+        return fit_prompt(encoded.ids, limit, truncation, has_media=has_media)
 
     async def ct_build_initial_tokens(
         self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **media: Any
@@ -227,7 +232,8 @@ class AgentLoopBase(ABC):
         Raises:
             TemplateError: If the template cannot render the messages after a turn.
         """
-        read = read_messages(updated_messages[len(previous_messages) :])
+        added = read_messages(updated_messages[len(previous_messages) :])
+        read = await show_media(added, self.server_manager.media)
         new = self._follow(read, _read_tools(tools), runtime_token_ids)
         merged = MergeResult([*runtime_token_ids, *new], len(new))
         log_probs = None
@@ -244,28 +250,38 @@ class AgentLoopBase(ABC):
         template = self.server_manager.template
         return template.encode_delta(messages, last_ids=last, tools=tools).ids
 
-    # Media: agentrl trains on text only.
+    # Images and videos
 
     async def process_multi_modal_info(self, messages: Sequence[Any]) -> dict[str, Any]:
-        """Return no media: agentrl trains on text only, and rows with media are refused."""
-        return {}
+        """Return the decoded images and videos of messages, under `images` and `videos`.
 
-    process_vision_info = process_multi_modal_info
+        A kind that the messages do not have is not in the result.
+
+        Raises:
+            AgentError: If a part has no image or video, or it cannot be loaded.
+        """
+        shown = await show_media(read_messages(messages), self.server_manager.media)
+        items = [part.item for message in shown for part in message.parts if part.item is not None]
+        return {f"{kind}s": of for kind, of in by_kind(items).items()}
+
+    async def process_vision_info(self, messages: Sequence[Any]) -> dict[str, Any]:
+        """Return the same, under the earlier name of the method."""
+        return await self.process_multi_modal_info(messages)
 
     def _assert_mm_supported(self, has_multi_modal: bool) -> None:
-        self._refuse_media([None] if has_multi_modal else None)
+        if has_multi_modal and self.processor is None:
+            raise AgentError(
+                "images, videos or audio were given, and the model reads text only",
+                expected="a vision-language model in model.path",
+            )
 
     def _get_mm_processor_kwargs(self, audio_data: Any = None) -> dict[str, Any]:
         return {}
 
     @staticmethod
     def build_sglang_video_payload(videos: Any, mm_inputs: Mapping[str, Any]) -> list[Any] | None:
-        """Return None: there are no videos."""
+        """Return None: `generate` takes the videos as they are."""
         return None
-
-    def _refuse_media(self, *media: Sequence[Any] | None) -> None:
-        if any(media):
-            raise AgentError("images, videos or audio were given", expected="text only")
 
 
 def read_messages(messages: Sequence[Any]) -> list[Message]:

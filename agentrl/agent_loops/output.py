@@ -29,7 +29,8 @@ class AgentLoopOutput(BaseModel):
     routed_experts: Any = None
     """Not used."""
     multi_modal_data: dict[str, Any] | None = None
-    """Must have no media: agentrl trains on text only."""
+    """The images and videos that the sequence shows, in order, under `images` (or `image`) and
+    `videos` (or `video`). None: those of the calls."""
     reward_score: float | None = None
     """Reward of the trajectory as the loop computed it; `reward.agent_reward` says how it
     counts."""

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from agentrl.agent_loops.output import AgentLoopOutput
 from agentrl.agent_loops.server_manager import AsyncLLMServerManager, RecordedCall
 from agentrl.errors import AgentError
+from agentrl.media.records import MediaItem, MediaSpan
 
 LOG_PROB_TOLERANCE = 1e-4
 """How far a loop's log-probability may be from the recorded one: loops may round to float32."""
@@ -56,6 +57,9 @@ class CheckedSequence:
     prompt_ids: list[int]
     response_ids: list[int]
     runs: list[TokenRun]
+    media: list[MediaSpan]
+    """The runs of placeholder tokens of images and videos; they count from the first token of the
+    prompt."""
 
     @property
     def calls(self) -> list[RecordedCall]:
@@ -95,6 +99,7 @@ def check_sequence(
     output: AgentLoopOutput,
     manager: AsyncLLMServerManager,
     trained_before: Collection[SampledToken] = frozenset(),
+    items: Sequence[MediaItem] = (),
 ) -> CheckedSequence:
     """Check an output against the recorded calls, and find the origin of every token.
 
@@ -103,13 +108,15 @@ def check_sequence(
         manager: Has the calls of the request.
         trained_before: Tokens that earlier outputs of the trajectory train. They are not trained
             again.
+        items: The output's images and videos; if there are none, those of its calls.
 
     Raises:
         AgentError: If lengths disagree, a mask is not 0 or 1, an id is not in the vocabulary, or a
             token with mask 1 was not sampled after exactly the tokens before it.
     """
     _check_form(output, manager)
-    covers = _cover(output, manager.calls, trained_before)
+    media = _place_media(output, manager, items)
+    covers = _cover(output, manager.calls, trained_before, media)
     mask, runs, end = output.response_mask, list[TokenRun](), 0
     for cover in [*covers, None]:
         start = len(mask) if cover is None else cover.start
@@ -119,7 +126,7 @@ def check_sequence(
         if cover is not None:
             runs.extend(_split(cover, mask, trained_before))
             end = cover.end
-    sequence = CheckedSequence(output.prompt_ids, output.response_ids, runs)
+    sequence = CheckedSequence(output.prompt_ids, output.response_ids, runs, media)
     _check_log_probs(output, sequence)
     return sequence
 
@@ -149,12 +156,43 @@ def _check_form(output: AgentLoopOutput, manager: AsyncLLMServerManager) -> None
             raise AgentError(
                 f"{name}[{index}] is {ids[index]}", expected=f"0 to {manager.vocab_size - 1}"
             )
-    if any(len(values) for values in (output.multi_modal_data or {}).values() if values):
-        raise AgentError("multi_modal_data has media", expected="text only")
+
+
+def _place_media(
+    output: AgentLoopOutput, manager: AsyncLLMServerManager, items: Sequence[MediaItem]
+) -> list[MediaSpan]:
+    """Find the tokens of the images and videos of an output.
+
+    Raises:
+        AgentError: If they do not agree, or the prompt ends within an image.
+    """
+    ids = output.prompt_ids + output.response_ids
+    if not manager.media.is_placeholder(ids):
+        return []
+    if not items:
+        matching = [
+            call for call in manager.calls if ids[: len(call.prompt_ids)] == call.prompt_ids
+        ]
+        longest = max(matching, key=lambda call: _num_common(call, ids), default=None)
+        items = longest.items if longest else []
+    # A loop may have images of an observation that did not fit into its budget.
+    media = manager.place(ids, items, name="prompt_ids + response_ids", may_be_unused=True)
+    end = len(output.prompt_ids)
+    if any(span.start < end < span.end for span in media):
+        raise AgentError("prompt_ids end within an image", expected="whole images in prompt_ids")
+    return media
+
+
+def _num_common(call: RecordedCall, ids: Sequence[int]) -> int:
+    start = len(call.prompt_ids)
+    return start + _common_length(call.token_ids, ids[start : start + len(call.token_ids)])
 
 
 def _cover(
-    output: AgentLoopOutput, calls: Sequence[RecordedCall], trained_before: Collection[SampledToken]
+    output: AgentLoopOutput,
+    calls: Sequence[RecordedCall],
+    trained_before: Collection[SampledToken],
+    media: Sequence[MediaSpan],
 ) -> list[TokenRun]:
     """Find the spans of the response that calls sampled, in order and without overlap."""
     prompt_len = len(output.prompt_ids)
@@ -163,10 +201,10 @@ def _cover(
     repeated = {call for call, _ in trained_before}
     for call in sorted(calls, key=lambda call: call.index in repeated):
         start = len(call.prompt_ids)
-        end = start + _common_length(call.token_ids, ids[start : start + len(call.token_ids)])
+        end = _num_common(call, ids)
         known = best.get(start)
         is_longer = end > max(start, prompt_len) and (known is None or end > known.end + prompt_len)
-        if is_longer and ids[:start] == call.prompt_ids:
+        if is_longer and ids[:start] == call.prompt_ids and call.is_shown_in(media):
             first = max(start, prompt_len)
             best[start] = TokenRun(first - prompt_len, end - prompt_len, call, first - start)
     chosen: list[TokenRun] = []

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from agentrl.agent_loops.output import AgentLoopOutput
+from agentrl.agent_loops.placeholders import load_given, read_tokens, runs_between
 from agentrl.agent_loops.reconcile import (
     CheckedSequence,
     SampledToken,
@@ -19,6 +20,7 @@ from agentrl.engines.protocol import FinishReason, VersionSpan
 from agentrl.errors import AgentError
 from agentrl.messages import Message
 from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.media import by_kind
 from agentrl.rollout.records import BranchCause
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
@@ -28,7 +30,7 @@ MASKED = "the agent loop set its mask to 0"
 REPEATED = "trained in another sequence of the trajectory"
 
 
-def check_outputs(
+async def check_outputs(
     outputs: Sequence[AgentLoopOutput], manager: AsyncLLMServerManager
 ) -> list[CheckedSequence]:
     """Check all outputs of a trajectory. A token is trained in the first output that trains it.
@@ -40,7 +42,10 @@ def check_outputs(
     sequences: list[CheckedSequence] = []
     for index, output in enumerate(outputs):
         try:
-            sequence = check_sequence(output, manager, trained)
+            given = output.multi_modal_data or {}
+            images, videos = (given.get(f"{k}s", given.get(k)) for k in ("image", "video"))
+            items = await load_given(manager.media, images, videos)
+            sequence = check_sequence(output, manager, trained, items)
         except AgentError as error:
             if len(outputs) > 1:
                 error.details["output"] = f"{index} (of {len(outputs)}, counted from 0)"
@@ -64,10 +69,12 @@ def record_sequences(
         AgentError: If a sequence is longer than the budgets of the request.
     """
     opening = [message.model_copy(deep=True) for message in request.messages]
+    media = {kind: [*values] for kind, values in request.multi_modal_data.items()}
     for index, sequence in enumerate(sequences):
         if index:
             cause = _find_cause(sequences[index - 1], sequence)
             request.set_aside(cause, [message.model_copy(deep=True) for message in opening])
+            request.add_media(media)
         _record_sequence(request, context, sequence)
 
 
@@ -88,14 +95,16 @@ def _record_sequence(
             f"the response has {response_len} tokens after a prompt of {prompt_len}",
             expected=f"at most {left} (data.max_response_length, rollout.max_model_len)",
         )
-    request.begin(sequence.prompt_ids)
+    request.begin(sequence.prompt_ids, runs_between(sequence.media, 0, prompt_len))
     last: RecordedCall | None = None
     for run in sequence.runs:
         ids = sequence.response_ids[run.start : run.end]
         if run.call is None:
-            request.append_observed(ids, role="user")
-            text = context.template.decode(ids)
-            request.messages.append(Message(role="user", content=text))
+            shown = runs_between(sequence.media, prompt_len + run.start, prompt_len + run.end)
+            request.append_observed(ids, role="user", runs=shown)
+            content = read_tokens(ids, shown, context.template.decode)
+            request.messages.append(Message(role="user", content=content))
+            request.add_media(by_kind([item for *_, item, offset in shown if offset == 0]))
             continue
         _record_run(request, run, run.call)
         if last is not run.call:

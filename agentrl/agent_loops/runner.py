@@ -27,6 +27,7 @@ from agentrl.agent_loops.views import config_view, tokenizer_view, tool_view
 from agentrl.config.schema.run import RunConfig
 from agentrl.engines.protocol import CompletionSource, FinishReason
 from agentrl.errors import AgentError, EngineError, Fault, TransitionError
+from agentrl.messages import Message
 from agentrl.plugins.call import CallTimeoutError, call_bounded
 from agentrl.plugins.cancellation import is_cancelled
 from agentrl.rollout.context import RolloutContext
@@ -72,13 +73,15 @@ class AgentLoopRunner:
             request,
             source,
             template=context.template,
+            media=context.media,
             vocab_size=len(self._tokenizer),
             max_calls=self._config.rollout.agent.max_loop_calls,
             is_serial=self._config.rollout.deterministic,
         )
         try:
+            await context.media.load_prompt(request)
             outputs = await self._run(request, context, manager)
-            sequences = check_outputs(outputs, manager)
+            sequences = await check_outputs(outputs, manager)
             record_sequences(request, context, sequences)
             record_results(request, outputs, sequences, manager)
             request.finish(find_end(request, manager))
@@ -130,10 +133,11 @@ class AgentLoopRunner:
             view = config_view(self._config, parser=context.parser)
             custom = self._config.model.custom_chat_template is not None
             source = context.template.structure.renderer.source if custom else None
+            media = context.media.processor
             self._shared = {
                 "trainer_config": DictConfigWrap(view),
                 "tokenizer": tokenizer_view(self._tokenizer, chat_template=source),
-                "processor": None,
+                "processor": None if media is None else media.processor,
                 "dataset_cls": None,
                 "data_config": DictConfigWrap(view.data),
                 "dataset_config": view.data,
@@ -192,10 +196,9 @@ def sampling_params(request: AsyncRolloutRequest) -> dict[str, Any]:
 def make_row(request: AsyncRolloutRequest) -> dict[str, Any]:
     """Return the row of a request as loops get it: copies, which a loop may change."""
     columns = {name: value for name, value in request.columns.items() if name != "agent_name"}
-    return copy.deepcopy(
+    row = copy.deepcopy(
         columns
         | {
-            "raw_prompt": [message.to_template() for message in request.messages],
             "data_source": request.data_source,
             "reward_model": {"style": "rule", "ground_truth": request.ground_truth},
             "extra_info": request.extra_info,
@@ -205,10 +208,24 @@ def make_row(request: AsyncRolloutRequest) -> dict[str, Any]:
             "uid": request.uid,
         }
     )
+    # The samples of a group share their images.
+    row["raw_prompt"] = [_with_media(message) for message in request.messages]
+    if request.multi_modal_data:
+        row["multi_modal_data"] = {kind: [*of] for kind, of in request.multi_modal_data.items()}
+    return row
+
+
+def _with_media(message: Message) -> dict[str, Any]:
+    """Return a message as a dict, with the image or video of each part under the part's type."""
+    written = copy.deepcopy(message.to_template())
+    for part, own in zip(message.parts, written["content"] if message.parts else (), strict=True):
+        if part.item is not None:
+            own[part.type] = part.item.loaded.data
+    return written
 
 
 def find_end(request: AsyncRolloutRequest, manager: AsyncLLMServerManager) -> StopReason:
-    """Return why a loop's request ended: by a token limit, or because the loop returned.
+    """Return why a loop's request ended: by a limit, a placeholder, or because the loop returned.
 
     Raises:
         EngineAbortError: If the run aborted a call of the loop.
@@ -218,7 +235,12 @@ def find_end(request: AsyncRolloutRequest, manager: AsyncLLMServerManager) -> St
         raise EngineAbortError("the engine aborted the call")
     last = turns[-1]
     is_out_of_tokens = last.cut in ("response", "model") or manager.num_calls_after_budget > 0
-    return request.nearest_limit if is_out_of_tokens else StopReason.ANSWERED
+    if is_out_of_tokens:
+        return request.nearest_limit
+    own = request.response_ids[last.start : last.end]
+    if manager.num_calls_after_placeholder or manager.media.is_placeholder(own):
+        return StopReason.SAMPLED_PLACEHOLDER
+    return StopReason.ANSWERED
 
 
 def fail(

@@ -13,8 +13,12 @@ from typing import Any, cast
 
 from pydantic import BaseModel, Field
 
+from agentrl.agent_loops.placeholders import find_runs, load_given, sampled_places
 from agentrl.engines.protocol import Completion, CompletionSource, FinishReason, SamplingParams
 from agentrl.errors import AgentError, EngineError
+from agentrl.media.positions import place_runs
+from agentrl.media.records import MediaItem, MediaSpan
+from agentrl.rollout.media import RequestMedia
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import draw_seed
 from agentrl.rollout.templates import ChatTemplate
@@ -62,11 +66,18 @@ class RecordedCall:
     parent: "RecordedCall | None"
     """The call that this one continues: its tokens are the beginning of `prompt_ids`."""
     seconds: float
+    media: tuple[MediaSpan, ...] = ()
+    """The runs of placeholder tokens in `prompt_ids`."""
 
     @property
     def token_ids(self) -> list[int]:
         """The sampled tokens."""
         return self.completion.token_ids
+
+    @property
+    def items(self) -> list[MediaItem]:
+        """The images and videos that the prompt shows, in order."""
+        return [span.item for span in self.media if span.offset == 0]
 
     @property
     def root(self) -> "RecordedCall":
@@ -81,7 +92,7 @@ class RecordedCall:
         """Number of calls that this one continues."""
         return 0 if self.parent is None else self.parent.depth + 1
 
-    def is_continued_by(self, prompt_ids: Sequence[int]) -> bool:
+    def is_continued_by(self, prompt_ids: Sequence[int], media: Sequence[MediaSpan]) -> bool:
         """Whether a prompt starts with this call's prompt and at least one sampled token."""
         start = len(self.prompt_ids)
         return (
@@ -89,7 +100,12 @@ class RecordedCall:
             and len(prompt_ids) > start
             and prompt_ids[start] == self.token_ids[0]
             and prompt_ids[:start] == self.prompt_ids
+            and self.is_shown_in(media)
         )
+
+    def is_shown_in(self, media: Sequence[MediaSpan]) -> bool:
+        """Whether a sequence that starts with this call's prompt has the same pictures there."""
+        return self.media == tuple(span for span in media if span.end <= len(self.prompt_ids))
 
 
 class AsyncLLMServerManager:
@@ -103,6 +119,7 @@ class AsyncLLMServerManager:
         request: The request; its budgets, sampling parameters and seed count.
         source: Generates.
         template: The chat template of the run; for the helpers of `AgentLoopBase`.
+        media: Loads images and videos.
         vocab_size: Number of token ids.
         max_calls: Most calls, those without a token included.
         is_serial: Whether calls wait for each other (`rollout.deterministic`).
@@ -114,16 +131,20 @@ class AsyncLLMServerManager:
         source: CompletionSource,
         *,
         template: ChatTemplate,
+        media: RequestMedia,
         vocab_size: int,
         max_calls: int,
         is_serial: bool = False,
     ) -> None:
         self.template = template
+        self.media = media
         self.calls: list[RecordedCall] = []
         """Every call that returned, in the order in which they returned."""
         self.engine_error: EngineError | None = None
         """Why the engine failed in the last call; None if it did not. A loop may have caught it."""
         self.num_calls_after_budget = 0
+        self.num_calls_after_placeholder = 0
+        """Calls that continue a sampled placeholder of an image. They get no token."""
         self.is_over_limit = asyncio.Event()
         """Set as soon as the loop calls more often than it may."""
         self._max_calls = max_calls
@@ -161,19 +182,19 @@ class AsyncLLMServerManager:
         Args:
             request_id: The loop's own id of the conversation; calls with the same id use the same
                 server.
-            prompt_ids: All tokens so far.
+            prompt_ids: All tokens so far; each image and video has all its placeholder tokens.
             sampling_params: As verl passes them: `temperature`, `top_p`, `top_k`, `max_tokens` or
                 `max_new_tokens`, `stop`, `stop_token_ids`; those left out are the run's.
-            image_data: Must be empty: agentrl trains on text only.
+            image_data: The images that `prompt_ids` show, in order.
             video_data: As `image_data`.
-            audio_data: As `image_data`.
+            audio_data: Must be empty.
             mm_processor_kwargs: Not used.
             **kwargs: Not used (`priority`, `mm_processor_output`).
 
         Raises:
-            AgentError: For media, for tokens that are not in the vocabulary, for a sampling
-                parameter that would make log-probabilities wrong, after the end of the request, for
-                a call beyond the limit.
+            AgentError: For media that `prompt_ids` do not show or that cannot be loaded, for tokens
+                that are not in the vocabulary, for a sampling parameter that would make
+                log-probabilities wrong, after the end of the request, for a call beyond the limit.
             EngineError: The engine failed.
         """
         await asyncio.sleep(0)  # a loop that ignores errors must not block the event loop
@@ -188,20 +209,58 @@ class AsyncLLMServerManager:
             self.is_over_limit.set()
             self.raise_over_limit()
         self._num_calls += 1
-        if any(data is not None and len(data) for data in (image_data, video_data, audio_data)):
-            raise AgentError("images, videos or audio were given", expected="text only")
+        if audio_data is not None and len(audio_data):
+            raise AgentError("audio was given", expected="text, images and videos")
         ids = self._read_ids(prompt_ids)
-        parent = next((call for call in reversed(self.calls) if call.is_continued_by(ids)), None)
         async with self._lock:
-            return await self._generate(request_id, ids, sampling_params, parent)
+            items = await load_given(self.media, image_data, video_data)
+            if self.has_sampled_placeholder(ids):
+                self.num_calls_after_placeholder += 1
+                return self._return_nothing(self.num_calls_after_placeholder)
+            spans = tuple(self.place(ids, items))
+            return await self._generate(request_id, ids, spans, sampling_params)
+
+    def place(
+        self,
+        ids: Sequence[int],
+        items: Sequence[MediaItem],
+        *,
+        name: str = "prompt_ids",
+        may_be_unused: bool = False,
+    ) -> list[MediaSpan]:
+        """Find the tokens of images and videos in a sequence; see `find_runs`.
+
+        Raises:
+            AgentError: If tokens and items do not agree.
+        """
+        processor = self.media.processor
+        if processor is None or not (items or self.media.is_placeholder(ids)):
+            return []
+        runs = find_runs(
+            ids, items, processor,
+            sampled=self._sampled_places(ids), name=name, may_be_unused=may_be_unused,
+        )  # fmt: skip
+        return place_runs([], runs)
+
+    def has_sampled_placeholder(self, ids: Sequence[int]) -> bool:
+        """Whether the policy sampled a token of a sequence that stands for an image."""
+        is_placeholder = self.media.is_placeholder
+        if not is_placeholder(ids):
+            return False
+        return is_placeholder([ids[index] for index in self._sampled_places(ids)])
+
+    def _sampled_places(self, ids: Sequence[int]) -> set[int]:
+        return sampled_places(ids, [(call.prompt_ids, call.token_ids) for call in self.calls])
 
     async def _generate(
         self,
         request_id: str,
         ids: list[int],
+        spans: tuple[MediaSpan, ...],
         sampling_params: Mapping[str, Any],
-        parent: RecordedCall | None,
     ) -> TokenOutput:
+        earlier = reversed(self.calls)
+        parent = next((call for call in earlier if call.is_continued_by(ids, spans)), None)
         limit = self._tokens_left(ids, parent)
         sampling = read_sampling(sampling_params, self._request.sampling, limit)
         if sampling.max_new_tokens <= 0:
@@ -209,8 +268,9 @@ class AsyncLLMServerManager:
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._draw_seed(parent))
         started = self._loop.time()
-        call = self._source.generate(ids, sampling, request_id=self._conversation(request_id))
-        task = self._loop.create_task(cast("Any", call))
+        conversation = self._conversation(request_id)
+        coroutine = self._source.generate(ids, sampling, request_id=conversation, media=spans)
+        task = self._loop.create_task(cast("Any", coroutine))
         self._running.add(task)
         self._idle_since = None
         try:
@@ -229,7 +289,9 @@ class AsyncLLMServerManager:
                 self._idle_since = self._loop.time()
         self.engine_error = None
         seconds = self._loop.time() - started
-        self.calls.append(RecordedCall(len(self.calls), ids, completion, sampling, parent, seconds))
+        self.calls.append(
+            RecordedCall(len(self.calls), ids, completion, sampling, parent, seconds, spans)
+        )
         return _to_output(completion)
 
     def raise_over_limit(self) -> None:
@@ -293,10 +355,14 @@ class AsyncLLMServerManager:
         if limit > 0:
             raise AgentError("max_tokens is not positive", expected="at least 1")
         self.num_calls_after_budget += 1
-        if self.num_calls_after_budget > MAX_CALLS_AFTER_BUDGET:
+        return self._return_nothing(self.num_calls_after_budget)
+
+    @staticmethod
+    def _return_nothing(num_calls: int) -> TokenOutput:
+        if num_calls > MAX_CALLS_AFTER_BUDGET:
             raise AgentError(
-                f"generate was called {self.num_calls_after_budget} times after the budget of the "
-                "request was used up",
+                f"generate was called {num_calls} times after the budget of the request was used "
+                "up, or after a sampled placeholder of an image",
                 expected="a loop that returns when a call returns no token",
             )
         return TokenOutput(token_ids=[], log_probs=[], stop_reason="completed")

@@ -12,15 +12,21 @@ class SingleTurnAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Sample one answer."""
+        media = await self.process_vision_info(kwargs["raw_prompt"])
         prompt_ids = await self.apply_chat_template(kwargs["raw_prompt"])
         output = await self.server_manager.generate(
-            uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params
+            uuid4().hex,
+            prompt_ids=prompt_ids,
+            sampling_params=sampling_params,
+            image_data=media.get("images"),
+            video_data=media.get("videos"),
         )
         return AgentLoopOutput(
             prompt_ids=prompt_ids,
             response_ids=output.token_ids,
             response_mask=[1] * len(output.token_ids),
             response_logprobs=output.log_probs,
+            multi_modal_data=media,
             num_turns=2,
             extra_fields=output.extra_fields,
         )

@@ -262,6 +262,25 @@ def view(
     view_runs(folders, options, say)
 
 
+_AUDIT_HELP = (
+    "Compute a run's account again from what it saved.\n\n"
+    "Digests, tokens, masks, rewards, advantages, weight versions, the order of the data and the "
+    "metrics of each step. Needs saved rollouts (trainer.rollout_data_dir). Exits with 1 if "
+    "something does not follow from the rows."
+)
+
+
+@app.command(help=_AUDIT_HELP)
+def audit(
+    folder: Annotated[Path, _argument("FOLDER", "trainer.default_local_dir of the run.")],
+) -> None:
+    """Compute a run's account again from what it saved."""
+    with importing():
+        from agentrl.commands.audit import audit as audit_run
+
+    raise typer.Exit(int(audit_run(folder, Console()) > 0))
+
+
 # Checks.
 
 _DOCTOR_HELP = (
@@ -415,6 +434,24 @@ def prepare_gsm8k(
     from agentrl.data.prepare.gsm8k import prepare_gsm8k as prepare
 
     files = prepare(Gsm8kConfig(out_dir=out_dir, source_dir=source_dir, max_samples=max_samples))
+    _list_files([files.train, files.test], made=files.made)
+
+
+@prepare_app.command("geometry3k")
+def prepare_geometry3k(
+    out_dir: OutDir,
+    source_dir: Annotated[
+        Path | None,
+        _option("Folder with train*.parquet and test*.parquet; without it they are downloaded."),
+    ] = None,
+    max_samples: Annotated[int | None, _option("Use only so many rows of each.", min=1)] = None,
+) -> None:
+    """Turn the real Geometry3K, problems with a picture, into rows with a tool."""
+    from agentrl.config.schema.prepare import Geometry3kConfig
+    from agentrl.data.prepare.geometry3k import prepare_geometry3k as prepare
+
+    config = Geometry3kConfig(out_dir=out_dir, source_dir=source_dir, max_samples=max_samples)
+    files = prepare(config)
     _list_files([files.train, files.test], made=files.made)
 
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from agentrl.errors import DataError
+from agentrl.media.loading import load_media
+from agentrl.media.records import MediaKind
 from agentrl.protocol import (
     DataProto,
     DataProtoItem,
@@ -106,7 +108,7 @@ class RLHFDataset:
         data_files: Parquet, JSON or JSONL files.
         tokenizer: None here.
         config: The section `data`, as an OmegaConf mapping.
-        processor: None here: images are not supported yet.
+        processor: None here.
         max_samples: Rows to keep; -1: all.
     """
 
@@ -157,10 +159,23 @@ class RLHFDataset:
         return dict(self.dataframe[item])
 
 
-def refuse_image(image: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse an image or a video.
+def process_image(image: Any, *_: Any, **__: Any) -> Any:
+    """Decode an image, in any form that a row may have, as a `PIL.Image.Image` in RGB.
+
+    It is not scaled: the model's processor does that.
 
     Raises:
-        DataError: always.
+        DataError: If it cannot be decoded.
     """
-    raise DataError("images are not supported yet", expected="rows and tools of text alone")
+    return load_media(MediaKind.IMAGE, image).data.copy()
+
+
+def process_video(video: Any, *_: Any, **__: Any) -> Any:
+    """Decode a video as a `[F, 3, H, W]` float tensor, as verl returns it.
+
+    Raises:
+        DataError: If it cannot be decoded.
+        MissingExtraError: For a file without the package that reads it.
+    """
+    frames = load_media(MediaKind.VIDEO, video).data.frames
+    return torch.from_numpy(frames).permute(0, 3, 1, 2).float()

@@ -21,12 +21,14 @@ from agentrl.rewards.math_answer import is_same_answer
 from agentrl.sandbox import Execution
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.gsm8k_tool import Gsm8kTool as OwnGsm8kTool
+from agentrl.tools.image_zoom_in_tool import ImageZoomInTool as OwnImageZoomInTool
 from agentrl.tools.mcp_tool import MCPTool
 from agentrl.tools.retrieval import Document, ServiceRetriever
 from agentrl.tools.sandbox_fusion_tool import SandboxFusionTool as OwnSandboxFusionTool
 from agentrl.tools.search_tool import SearchTool as OwnSearchTool
 
 DEFAULT_TIMEOUT = 30
+_WORKER_POOL = ("num_workers", "rate_limit", "timeout", "enable_global_rate_limit")
 _MAX_ANSWER_BYTES = 16 * 1024 * 1024
 _NO_QUERIES = "Error: 'query_list' is missing, empty, or not a list in parameters."
 _NOT_FINISHED = "no stdout here"
@@ -98,16 +100,14 @@ class Geo3kTool(Gsm8kTool):
         return super().describe(answer, "a number or not", score)
 
 
-class ImageZoomInTool(BaseTool):
-    """Raises an error at load, because images are not supported yet."""
+class ImageZoomInTool(OwnImageZoomInTool):
+    """Shows a region of an image. The keys of verl's pool of workers have no effect."""
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
-        raise ConfigError(
-            f"{type(self).__name__} shows images to the policy, and images are not supported yet",
-            expected="tools that answer with text",
-        )
+        own = {key: value for key, value in config.items() if key not in _WORKER_POOL}
+        super().__init__(own, tool_schema)
 
 
 class MCPBaseTool(MCPTool):
@@ -327,8 +327,14 @@ def hf_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
 
 
 def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
-    """Return None, as verl does for a model without a processor: images are not supported yet."""
-    return None
+    """Load a processor of images; None for a model without one, as in verl."""
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
+    except (OSError, ValueError, ImportError):
+        return None
+    return processor if "Processor" in type(processor).__name__ else None
 
 
 def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> None:

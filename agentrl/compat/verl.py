@@ -104,9 +104,7 @@ MODULES: dict[str, str] = {
     "utils": "compat.tools: hf_processor hf_tokenizer",
     "utils.dataset": "compat.data: RLHFDataset",
     "utils.dataset.rl_dataset": "compat.data: RLHFDataset collate_fn=collate_rows",
-    "utils.dataset.vision_utils": (
-        "compat.data: process_image=refuse_image process_video=refuse_image"
-    ),
+    "utils.dataset.vision_utils": ("compat.data: process_image process_video"),
     "utils.model": "compat.data: compute_position_id_with_mask",
     "utils.import_utils": "compat.agent_loops: resolve_config_path",
     "utils.profiler": "compat.agent_loops: simple_timer",

@@ -8,7 +8,7 @@ from typing import Any, cast
 REDACTED = "[redacted]"
 _SECRET_NAME = re.compile(
     r"(^|_)(api_?key|access_?key|private_?key|secret(_key)?|password|passwd|authorization|"
-    r"credentials?|(api_|auth_|access_|bearer_|hf_|hub_|refresh_)token)$|^token$"
+    r"credentials?|(api_|auth_|access_|bearer_|hf_|hub_|refresh_)token|webhook_url)$|^token$"
 )
 _MIN_CHARACTERS = 8
 """Shorter values of environment variables occur in too many texts."""

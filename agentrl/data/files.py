@@ -7,6 +7,7 @@ have, and does not report the line of an error.
 
 import importlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -65,6 +66,31 @@ def write_jsonl(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+def download_split(
+    name: str, split: str, *, subset: str | None = None, otherwise: str
+) -> list[Row]:
+    """Download the rows of a dataset of the Hugging Face hub; images stay encoded.
+
+    Args:
+        name: Of the dataset.
+        split: Of the dataset.
+        subset: The dataset's configuration; None: it has only one.
+        otherwise: What a user without network can do, for the error.
+
+    Raises:
+        DataError: If the hub cannot be reached, or has no such dataset.
+    """
+    try:
+        if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+            raise ConnectionError("HF_HUB_OFFLINE is set")
+        return list(without_decoding(untyped_datasets().load_dataset(name, subset, split=split)))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{name} cannot be downloaded: {error}",
+            expected=f"a connection to the hub, or {otherwise}",
+        ) from error
+
+
 def untyped_datasets() -> Any:
     """Import Hugging Face's `datasets`, which is slow to load and ships no types."""
     return importlib.import_module("datasets")
@@ -79,7 +105,7 @@ def _first_rows(path: Path, reader: Callable[[Path], list[Row]], max_rows: int) 
             rows = untyped_datasets().load_dataset(
                 "parquet", data_files=str(path), split="train", streaming=True, batch_size=max_rows
             )
-            return list(_without_decoding(rows).take(max_rows))
+            return list(without_decoding(rows).take(max_rows))
         except (ValueError, OSError) as error:
             raise DataError(f"cannot read Parquet: {error}", file=path) from None
 
@@ -90,7 +116,7 @@ def _read_parquet(path: Path) -> list[Row]:
     with _quiet(), tempfile.TemporaryDirectory() as cache:
         try:
             table = untyped.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
-            return list(_without_decoding(table))
+            return list(without_decoding(table))
         except (untyped.exceptions.DatasetGenerationError, ValueError, OSError) as error:
             cause = error.__cause__ or error
             # An error of the disk is about the copy.
@@ -98,7 +124,7 @@ def _read_parquet(path: Path) -> list[Row]:
             raise DataError(f"cannot read Parquet: {cause}", file=path, copied_to=disk) from None
 
 
-def _without_decoding(table: Any) -> Any:
+def without_decoding(table: Any) -> Any:
     """Leave images and videos encoded: a request decodes its own when it starts."""
     decoded = untyped_datasets().features
 

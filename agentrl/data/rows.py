@@ -197,10 +197,9 @@ def place_media(
     found: dict[str, list[Any]] = {}
     num_asked = dict.fromkeys(MediaKind, 0)
     for part in (part for message in messages for part in message.parts):
-        kind = _PART_KINDS.get(part.type)
-        if kind is None:
+        if (shown := source_of_part(part)) is None:
             continue
-        own = (part.model_extra or {}).get(part.type)
+        kind, own = shown
         num_asked[kind] += own is None
         if own is None and left[kind]:
             own = left[kind].pop(0)
@@ -213,6 +212,15 @@ def place_media(
                 expected=f"one <{kind}> in the texts for each",
             )
     return [_without_sources(message) for message in messages], found
+
+
+def source_of_part(part: ContentPart) -> tuple[MediaKind, Any] | None:
+    """Return the kind of an image or a video, and its source (None: it is elsewhere).
+
+    None for a part of another type.
+    """
+    kind = _PART_KINDS.get(part.type)
+    return None if kind is None else (kind, (part.model_extra or {}).get(part.type))
 
 
 def with_media_columns(row: Row) -> Row:
@@ -263,12 +271,12 @@ def _split_marks(message: Message, kinds: Set[MediaKind]) -> Message:
 
 def _without_sources(message: Message) -> Message:
     """Return a message in which parts that show an image or a video have only their kind."""
-    kinds = [_PART_KINDS.get(part.type) for part in message.parts]
-    if not any(kinds):
+    shown = [source_of_part(part) for part in message.parts]
+    if not any(shown):
         return message
     content = [
-        ContentPart(type=str(kind)) if kind else part
-        for kind, part in zip(kinds, message.parts, strict=True)
+        ContentPart(type=str(found[0])) if found else part
+        for found, part in zip(shown, message.parts, strict=True)
     ]
     return message.model_copy(update={"content": content})
 

@@ -2,7 +2,7 @@
 
 An image may be given as
 
-- a path, or a `file://` URL;
+- a path, or a `file://` URL; a relative path counts from the working directory;
 - bytes of a PNG, JPEG, WebP, ... file, or `{"bytes": ..., "path": ...}` as Hugging Face writes it;
 - a `data:image/...;base64,` URL, also within OpenAI's `{"image_url": {"url": ...}}`;
 - MCP's `{"data": base64, "mimeType": ...}`, or `{"image": one of these}`;
@@ -21,6 +21,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote, urlparse
+from weakref import WeakValueDictionary
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -39,26 +40,28 @@ VIDEO_FPS = 2.0
 MAX_FRAMES = 128
 """Most frames that are read from a video file, if its entry has no `max_frames`."""
 
+_decoded: "WeakValueDictionary[bytes, Image.Image]" = WeakValueDictionary()
+"""Decoded images by the digest of their file, while requests keep them: the samples of a group have
+the same file, and some start later than others."""
 _IMAGE = "a path, bytes of an image file, a data: URL, a PIL image or an array [H, W, 3] of uint8"
 _VIDEO = "a path, a list of images, or an array [F, H, W, 3] of uint8"
 
 
-def load_media(kind: MediaKind, source: Any, *, folder: Path | None = None) -> LoadedMedia:
+def load_media(kind: MediaKind, source: Any) -> LoadedMedia:
     """Decode an image or a video, on the caller's thread.
 
     Args:
         kind: What `source` is.
         source: As the module's docstring lists.
-        folder: The folder from which relative paths count; None: the working directory.
 
     Raises:
         DataError: For a missing, broken or too large file, or another object.
         MissingExtraError: If a video file is given, and the package that reads it is missing.
     """
     if kind is MediaKind.IMAGE:
-        image, name = _load_image(source, folder)
+        image, name = _load_image(source)
         return LoadedMedia(kind, image, _digest(image.size, image.tobytes()), name)
-    video, name = _load_video(source, folder)
+    video, name = _load_video(source)
     shape = (*video.frames.shape, video.fps)
     return LoadedMedia(kind, video, _digest(shape, video.frames.tobytes()), name)
 
@@ -68,12 +71,10 @@ class MediaLoader:
 
     Args:
         processor: The model's processor.
-        folder: The folder from which relative paths count; None: the working directory.
     """
 
-    def __init__(self, processor: MediaProcessor, *, folder: Path | None = None) -> None:
+    def __init__(self, processor: MediaProcessor) -> None:
         self._processor = processor
-        self._folder = folder
         self._running: dict[tuple[MediaKind, int], asyncio.Future[MediaItem]] = {}
 
     async def load(self, kind: MediaKind, source: Any) -> MediaItem:
@@ -93,7 +94,7 @@ class MediaLoader:
 
     def load_now(self, kind: MediaKind, source: Any) -> MediaItem:
         """Do the same on the caller's thread."""
-        return self._processor.process(load_media(kind, source, folder=self._folder))
+        return self._processor.process(load_media(kind, source))
 
 
 def digest_sources(media: Mapping[str, Sequence[Any]]) -> str:
@@ -125,13 +126,13 @@ def digest_sources(media: Mapping[str, Sequence[Any]]) -> str:
     return digest.hexdigest()
 
 
-def _load_image(source: Any, folder: Path | None) -> tuple[Image.Image, str]:
+def _load_image(source: Any) -> tuple[Image.Image, str]:
     """Return an image in RGB, and the name of its file if it has one."""
     found, name = source, ""
     if isinstance(found, Mapping):
-        return _load_image(_unwrap(cast("Mapping[str, Any]", found), "image"), folder)
+        return _load_image(_unwrap(cast("Mapping[str, Any]", found), "image"))
     if isinstance(found, str):
-        found, name = _read_text(found, folder, "image")
+        found, name = _read_text(found, "image")
     if isinstance(found, bytes | bytearray | memoryview):
         return _decode_image(bytes(found), name), name
     if isinstance(found, np.ndarray):
@@ -155,7 +156,7 @@ def _unwrap(source: Mapping[str, Any], kind: str) -> Any:
     )
 
 
-def _read_text(text: str, folder: Path | None, kind: str) -> tuple[bytes, str]:
+def _read_text(text: str, kind: str) -> tuple[bytes, str]:
     """Return the bytes that a path or URL names, and the path."""
     if text.startswith("data:"):
         header, _, encoded = text.partition(",")
@@ -168,7 +169,7 @@ def _read_text(text: str, folder: Path | None, kind: str) -> tuple[bytes, str]:
             f"the {kind} {text[:200]!r} is on a network, from which nothing is fetched",
             expected="a local file; download it first",
         )
-    path = _resolve(unquote(url.path) if url.scheme == "file" else text, folder)
+    path = Path(unquote(url.path) if url.scheme == "file" else text).expanduser()
     try:
         return path.read_bytes(), str(path)
     except OSError as error:
@@ -176,11 +177,6 @@ def _read_text(text: str, folder: Path | None, kind: str) -> tuple[bytes, str]:
         raise DataError(
             f"the {kind} cannot be read: {reason}", file=path, expected="a file that exists"
         ) from None
-
-
-def _resolve(text: str, folder: Path | None) -> Path:
-    path = Path(text).expanduser()
-    return path if folder is None or path.is_absolute() else folder / path
 
 
 def _decode_base64(text: str) -> bytes:
@@ -193,10 +189,13 @@ def _decode_base64(text: str) -> bytes:
 def _decode_image(data: bytes, name: str) -> Image.Image:
     if not data:
         raise DataError("an empty image file", file=name or None, expected=_IMAGE)
+    key = blake2b(data, digest_size=16).digest()
+    if (known := _decoded.get(key)) is not None:
+        return known
     try:
         with Image.open(io.BytesIO(data)) as opened:
             _check_size(opened, name)
-            return _to_rgb(opened)
+            return _decoded.setdefault(key, _to_rgb(opened))
     # PIL raises many kinds of errors for broken files: SyntaxError, struct.error, zlib.error, ...
     except Exception as error:
         if isinstance(error, DataError):
@@ -237,29 +236,35 @@ def _from_array(array: "np.ndarray[Any, Any]") -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(array))
 
 
-def _load_video(source: Any, folder: Path | None) -> tuple[Video, str]:
-    fps, max_frames, found = None, MAX_FRAMES, source
+def _load_video(source: Any) -> tuple[Video, str]:
+    fps, max_frames, found = cast("float | None", None), MAX_FRAMES, source
     if isinstance(found, Mapping):
         given = cast("Mapping[str, Any]", found)
-        fps, max_frames = given.get("fps"), int(given.get("max_frames") or MAX_FRAMES)
+        fps, max_frames = _number(given, "fps"), int(_number(given, "max_frames") or MAX_FRAMES)
         found = _unwrap(given, "video")
     if isinstance(found, Video):
         return found, ""
     if isinstance(found, str):
-        path = _resolve(
-            unquote(urlparse(found).path) if found.startswith("file:") else found, folder
-        )
-        return _read_video(path, float(fps or VIDEO_FPS), max_frames), str(path)
+        name = unquote(urlparse(found).path) if found.startswith("file:") else found
+        path = Path(name).expanduser()
+        return _read_video(path, fps or VIDEO_FPS, max_frames), str(path)
     if isinstance(found, np.ndarray):
         frames = cast("np.ndarray[Any, Any]", found)
         if frames.dtype == np.uint8 and frames.ndim == 4 and frames.shape[3] == 3 and len(frames):
             return Video(frames, fps), ""
     elif isinstance(found, Sequence) and not isinstance(found, bytes) and len(found):
-        images = [_load_image(one, folder)[0] for one in cast("Sequence[Any]", found)]
+        images = [_load_image(one)[0] for one in cast("Sequence[Any]", found)]
         if len({image.size for image in images}) > 1:
             raise DataError("the frames of a video have different sizes", expected="one size")
         return Video(np.stack([np.asarray(image) for image in images]), fps), ""
     raise DataError(f"{_shown(source)} is not a video", expected=_VIDEO)
+
+
+def _number(source: Mapping[str, Any], key: str) -> float | None:
+    value = source.get(key)
+    if value is None or (isinstance(value, int | float) and 0 < value < float("inf")):
+        return None if value is None else float(value)
+    raise DataError(f"a video with the {key} {value!r}", expected="a number above 0")
 
 
 def _read_video(path: Path, fps: float, max_frames: int) -> Video:
@@ -276,6 +281,8 @@ def _read_video(path: Path, fps: float, max_frames: int) -> Video:
     frames, next_time = list[Any](), 0.0
     try:
         with av.open(str(path)) as container:
+            if container.duration:  # in microseconds: fewer frames of a long video
+                fps = min(fps, max_frames / (container.duration / 1e6))
             for frame in container.decode(video=0):
                 if frame.time is not None and frame.time < next_time - 1e-6:
                     continue

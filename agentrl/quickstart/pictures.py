@@ -1,16 +1,17 @@
-"""Make pictures with small marks, questions about them, and imperfect demonstrations.
+"""Make pictures with small dots, questions about their colors, and imperfect demonstrations.
 
-A picture has tiles of different colors in three rows, with a small black mark on each. The question
-names a color and asks for the mark on that tile. The small policy's processor shrinks a picture so
-far that colors remain and marks do not. To answer, the policy must zoom in on the right tile.
+A gray picture has a dot at each of nine places. The question names a place and asks for the color
+of its dot. A dot is surrounded by two rings whose colors balance it: the average color is the gray
+of the picture. So all pictures are the same after the small policy's processor has shrunk them, and
+no policy can answer without the tool. To answer, the policy must zoom in on the right place.
 
-The demonstrations are imperfect on purpose. A policy that is warmed up on them can name a mark that
-it sees and can zoom in, but mostly it guesses, so that reinforcement learning can improve it.
+The demonstrations are imperfect on purpose. A policy that is warmed up on them can name a color
+that it sees and can zoom in, but mostly it guesses, or looks at another place, so that
+reinforcement learning can improve it.
 """
 
 import io
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,42 +25,27 @@ DATA_SOURCE = "agentrl/pictures"
 TOOL = "zoom"
 """Name of the tool in the demonstrations."""
 COLORS = {
-    "red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (240, 220, 50),
-    "orange": (245, 140, 30), "purple": (150, 50, 180), "pink": (250, 150, 190),
-    "gray": (140, 140, 140), "white": (240, 240, 240),
+    "red": (1, -1, -1), "green": (-1, 1, -1), "blue": (-1, -1, 1),
+    "cyan": (-1, 1, 1), "magenta": (1, -1, 1), "yellow": (1, 1, -1),
 }  # fmt: skip
-MARKS = ("circle", "square", "triangle", "cross", "ring", "bar")
-SIDE = 3
-"""Tiles in a row, and in a column."""
-TILE, MARK, SHIFT = 48, 14, 4
-"""Pixels: of a tile, of a mark, and how far a mark is from the center of its tile at most."""
-_VERSION = "pictures/1"
-_QUESTIONS = ("What is on the {color} tile?", "Name the mark on the {color} tile.")
-_SEEN = "Name the mark."
-_GUESSES, _LOOKS = 0.45, 0.25
-"""Shares of the demonstrations that guess, and that show one tile and ask for its mark. Of the
-others, two of three zoom in on the right tile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """A picture's content, by tile, row by row."""
-
-    colors: tuple[str, ...]
-    marks: tuple[str, ...]
-    shifts: tuple[tuple[int, int], ...]
-
-    def draw(self) -> Image.Image:
-        """Draw the picture."""
-        picture = Image.new("RGB", (SIDE * TILE, SIDE * TILE))
-        canvas = ImageDraw.Draw(picture)
-        for index, color in enumerate(self.colors):
-            left, top, right, bottom = region(index)
-            canvas.rectangle((left, top, right - 1, bottom - 1), fill=COLORS[color])
-            across, down = self.shifts[index]
-            corner = left + (TILE - MARK) // 2 + across, top + (TILE - MARK) // 2 + down
-            _draw_mark(canvas, self.marks[index], *corner)
-        return picture
+"""Colors of the dots: how red, green and blue differ from the gray."""
+PLACES = (
+    "top left", "top", "top right", "left", "center", "right", "bottom left", "bottom",
+    "bottom right",
+)  # fmt: skip
+SIDE, CELL, MARK = 3, 160, 32
+"""Places in a row and in a column; pixels of a place; pixels of a dot with its rings."""
+GRAY = 128
+RINGS = ((32, 25), (24, -66), (12, 120))
+"""Side in pixels and brightness of the outer ring, the inner ring and the dot, drawn in this order.
+Weighted by their areas, the brightnesses add up to 0, and so do their second moments (0.2 % are
+left, because pixels have whole numbers)."""
+_VERSION = "pictures/3"
+_QUESTIONS = ("What color is the dot at the {place}?", "Name the color at the {place}.")
+_SEEN = "Name the color."
+_GUESSES, _LOOKS, _RIGHT = 0.5, 0.15, 0.5
+"""Shares of the demonstrations that guess, and that show one dot and ask for its color; of the
+others, the share that zooms in on the right place, not on a random one."""
 
 
 class PictureFiles(NamedTuple):
@@ -95,47 +81,58 @@ def prepare_pictures(config: PicturesConfig) -> PictureFiles:
     return PictureFiles(train, val, demos, made)
 
 
-def draw_tiles(draw: random.Random) -> Tiles:
-    """Draw a picture's content at random."""
-    count = SIDE * SIDE
-    colors = draw.sample(sorted(COLORS), count)
-    marks = draw.choices(MARKS, k=count)
-    shifts = [(draw.randint(-SHIFT, SHIFT), draw.randint(-SHIFT, SHIFT)) for _ in range(count)]
-    return Tiles(tuple(colors), tuple(marks), tuple(shifts))
+def draw_colors(draw: random.Random) -> tuple[str, ...]:
+    """Draw the color of each place at random."""
+    return tuple(draw.choices(sorted(COLORS), k=len(PLACES)))
 
 
-def region(tile: int) -> tuple[int, int, int, int]:
-    """Return left, top, right and bottom of a tile in pixels."""
-    row, column = divmod(tile, SIDE)
-    return column * TILE, row * TILE, (column + 1) * TILE, (row + 1) * TILE
+def draw_picture(colors: tuple[str, ...]) -> Image.Image:
+    """Draw a picture with dots of these colors, row by row."""
+    picture = Image.new("RGB", (SIDE * CELL, SIDE * CELL), (GRAY, GRAY, GRAY))
+    canvas = ImageDraw.Draw(picture)
+    for place, color in enumerate(colors):
+        left, top, _, _ = region(place)
+        for side, brightness in RINGS:
+            edge = (MARK - side) // 2
+            box = left + edge, top + edge, left + edge + side - 1, top + edge + side - 1
+            red, green, blue = (GRAY + brightness * sign for sign in COLORS[color])
+            canvas.rectangle(box, fill=(red, green, blue))
+    return picture
+
+
+def region(place: int) -> tuple[int, int, int, int]:
+    """Return left, top, right and bottom of the dot at a place, with its rings."""
+    row, column = divmod(place, SIDE)
+    left, top = (number * CELL + (CELL - MARK) // 2 for number in (column, row))
+    return left, top, left + MARK, top + MARK
 
 
 def demonstrate(draw: random.Random) -> Row:
     """Make one demonstration: messages, and the pictures of their `<image>` marks."""
-    tiles, tile = draw_tiles(draw), draw.randrange(SIDE * SIDE)
-    picture, way = tiles.draw(), draw.random()
+    colors, place = draw_colors(draw), draw.randrange(len(PLACES))
+    picture, way = draw_picture(colors), draw.random()
     if way < _LOOKS:
-        messages = [_user(_SEEN), _assistant(tiles.marks[tile])]
-        return {"messages": messages, "images": [_png(picture.crop(region(tile)))]}
-    messages = [_user(draw.choice(_QUESTIONS).format(color=tiles.colors[tile]))]
+        messages = [_user(_SEEN), _assistant(colors[place])]
+        return {"messages": messages, "images": [_png(picture.crop(region(place)))]}
+    messages = [_user(draw.choice(_QUESTIONS).format(place=PLACES[place]))]
     if way < _LOOKS + _GUESSES:
-        return {"messages": [*messages, _assistant(draw.choice(MARKS))], "images": [_png(picture)]}
-    shown = tile if draw.random() < 2 / 3 else draw.randrange(SIDE * SIDE)
+        messages.append(_assistant(f"I guess {draw.choice(sorted(COLORS))}."))
+        return {"messages": messages, "images": [_png(picture)]}
+    shown = place if draw.random() < _RIGHT else draw.randrange(len(PLACES))
     messages += [_call(region(shown)), {"role": "tool", "content": "<image>", "name": TOOL}]
-    messages.append(_assistant(tiles.marks[shown]))
-    images = [_png(picture), _png(picture.crop(region(shown)))]
-    return {"messages": messages, "images": images}
+    messages.append(_assistant(colors[shown]))
+    return {"messages": messages, "images": [_png(picture), _png(picture.crop(region(shown)))]}
 
 
 def _row(draw: random.Random, split: str, index: int) -> Row:
-    tiles, tile = draw_tiles(draw), draw.randrange(SIDE * SIDE)
-    question = draw.choice(_QUESTIONS).format(color=tiles.colors[tile])
+    colors, place = draw_colors(draw), draw.randrange(len(PLACES))
+    question = draw.choice(_QUESTIONS).format(place=PLACES[place])
     return {
         "data_source": DATA_SOURCE,
         "prompt": [_user(question)],
-        "images": [_png(tiles.draw())],
-        "reward_model": {"style": "rule", "ground_truth": tiles.marks[tile]},
-        "extra_info": {"index": index, "split": split, "region": list(region(tile))},
+        "images": [_png(draw_picture(colors))],
+        "reward_model": {"style": "rule", "ground_truth": colors[place]},
+        "extra_info": {"index": index, "split": split, "region": list(region(place))},
     }
 
 
@@ -154,39 +151,19 @@ def _call(box: tuple[int, int, int, int]) -> dict[str, Any]:
 
 def _png(picture: Image.Image) -> dict[str, Any]:
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
+    picture.save(buffer, "PNG", compress_level=1)
     return {"bytes": buffer.getvalue(), "path": None}
 
 
-def _draw_mark(canvas: ImageDraw.ImageDraw, mark: str, left: int, top: int) -> None:
-    right, bottom, third = left + MARK - 1, top + MARK - 1, MARK // 3
-    upright = (left + third, top, right - third, bottom)
-    flat = (left, top + third, right, bottom - third)
-    match mark:
-        case "circle":
-            canvas.ellipse((left, top, right, bottom), fill="black")
-        case "square":
-            canvas.rectangle((left + 1, top + 1, right - 1, bottom - 1), fill="black")
-        case "triangle":
-            canvas.polygon([(left, bottom), (right, bottom), (left + MARK / 2, top)], fill="black")
-        case "cross":
-            canvas.rectangle(upright, fill="black")
-            canvas.rectangle(flat, fill="black")
-        case "ring":
-            canvas.ellipse((left, top, right, bottom), outline="black", width=MARK // 5)
-        case _:
-            canvas.rectangle(flat, fill="black")
-
-
-def score_mark(
+def score_color(
     data_source: str, solution_str: str, ground_truth: str, **_: Any
 ) -> dict[str, float]:
-    """Score 1 if the answer is the mark's name, else 0 (`compute_score`).
+    """Score 1 if the answer is the name of the color, else 0 (`compute_score`).
 
     Args:
         data_source: Not used.
         solution_str: What the policy wrote.
-        ground_truth: The mark.
+        ground_truth: The color.
     """
     words = solution_str.strip().split()
     is_right = float(bool(words) and words[-1].strip(".").lower() == ground_truth)

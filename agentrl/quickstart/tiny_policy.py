@@ -104,7 +104,7 @@ def make_tiny_policy(
     arguments["of"] = content_of(config.corpus)
     arguments["tools"] = [tool.to_template() for tool in tools]
     files = [folder / "model.safetensors", folder / "config.json", folder / "tokenizer.json"]
-    return make_once(folder, "tiny_policy/2", arguments, files, lambda: _write(config, tools))
+    return make_once(folder, "tiny_policy/3", arguments, files, lambda: _write(config, tools))
 
 
 def train_tokenizer(
@@ -188,6 +188,7 @@ def build_vision_model(
             Qwen2VLConfig(
                 text_config=_text_settings(config, vocabulary) | {"rope_parameters": rope},
                 vision_config={
+                    "in_chans": 3,  # SGLang reads this name
                     "depth": vision.num_layers,
                     "embed_dim": vision.hidden_size,
                     "hidden_size": config.hidden_size,

@@ -9,10 +9,10 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from agentrl.errors import LedgerError
-from agentrl.rollout.records import Failure, Record, Turn, to_plain
+from agentrl.rollout.records import Failure, MediaRun, Record, Turn, to_plain
 from agentrl.rollout.states import ENDS, FINAL_STATES, RequestState, StopReason
 
 _ROUNDING = 1e-4
@@ -152,6 +152,7 @@ class SavedState(Record):
     response_ids: list[int]
     loss_mask: list[int]
     rollout_log_probs: list[float]
+    media_runs: list[MediaRun] = Field(default_factory=list[MediaRun])
 
     @property
     def ledger(self) -> Ledger:
@@ -165,6 +166,11 @@ class SavedState(Record):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_ledger(self.ledger, self.turns)
+        num_tokens, end = len(self.prompt_ids) + len(self.response_ids), 0
+        for run in self.media_runs:
+            if not end <= run.start < run.end <= num_tokens:
+                raise ValueError(f"a run of placeholder tokens from {run.start} to {run.end}")
+            end = run.end
         end = None if self.stop_reason is None else ENDS[self.stop_reason].state
         has_error = (self.error is not None) is (self.state is RequestState.FAILED)
         if end is not (self.state if self.state in FINAL_STATES else None) or not has_error:
@@ -181,8 +187,10 @@ def save_state(
     error: Failure | None,
     turns: Sequence[Turn],
     ledger: Ledger,
+    media_runs: Sequence[MediaRun],
 ) -> dict[str, Any]:
     """Return the fields of `SavedState` as plain values."""
+    media = [run.model_dump() for run in media_runs]
     return {
         "version": RECORD_VERSION,
         "state": str(state),
@@ -190,6 +198,7 @@ def save_state(
         "error": error and error.model_dump(mode="json"),
         "turns": [turn.model_dump(mode="json", fallback=to_plain) for turn in turns],
         **{name: list(getattr(ledger, name)) for name in Ledger.__slots__},
+        **({"media_runs": media} if media else {}),
     }
 
 

@@ -8,7 +8,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentrl.errors import DataError, ToolCallError
@@ -28,11 +27,11 @@ class RequestMedia:
     Args:
         processor: The model's processor; None: the model reads text only. Then the images and
             videos of tools are kept with the request, and the policy does not see them.
-        folder: The folder from which relative paths count; None: the working directory.
     """
 
-    def __init__(self, processor: MediaProcessor | None = None, folder: Path | None = None) -> None:
-        self._loader = None if processor is None else MediaLoader(processor, folder=folder)
+    def __init__(self, processor: MediaProcessor | None = None) -> None:
+        self.processor = processor
+        self._loader = None if processor is None else MediaLoader(processor)
         self._placeholders = set(processor.placeholder_ids.values()) if processor else set[int]()
 
     def is_placeholder(self, ids: Sequence[int]) -> bool:
@@ -49,17 +48,24 @@ class RequestMedia:
         asked = find_unread(request.messages, request.multi_modal_data)
         if not asked:
             return
-        if self._loader is None:
-            raise _text_only()
         items = await asyncio.gather(*(self._load(one) for one in asked))
         for one, item in zip(asked, items, strict=True):
             one.part.item = item
         request.multi_modal_data = by_kind(items)
 
+    async def load(self, kind: MediaKind, source: Any) -> MediaItem:
+        """Load one image or video.
+
+        Raises:
+            DataError: If it cannot be loaded, or the model reads text only.
+        """
+        if self._loader is None:
+            raise _text_only()
+        return await self._loader.load(kind, source)
+
     async def _load(self, asked: "_Asked") -> MediaItem:
-        assert self._loader is not None
         with asked.named_in_errors():
-            return await self._loader.load(asked.kind, asked.source)
+            return await self.load(asked.kind, asked.source)
 
     async def show(self, message: Message, response: ToolResponse) -> tuple[Message, MediaByKind]:
         """Put the images and videos of a response into its message.

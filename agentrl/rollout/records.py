@@ -142,6 +142,22 @@ class Turn(Record):
         return self.end - self.start
 
 
+class MediaRun(Record):
+    """A run of placeholder tokens of an image or a video, as it is saved."""
+
+    start: int
+    """Index of the first token among `input_ids`."""
+    end: int
+    """Index after the last token."""
+    kind: Literal["image", "video"]
+    index: int | None
+    """Index in `multi_modal_data[kind]`; None if it is not there."""
+    offset: int = 0
+    """Tokens of the same image or video in earlier runs."""
+    source: str = ""
+    """The file that it was read from; empty if it was given as bytes or as an object."""
+
+
 class Failure(Record):
     """Why a request failed: whose fault, which exception, in which turn."""
 

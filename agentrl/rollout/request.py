@@ -32,7 +32,7 @@ from agentrl.media.positions import Run, compute_position_ids, place_runs
 from agentrl.media.records import MediaSpan
 from agentrl.messages import Message
 from agentrl.rollout.ledger import Ledger, make_turn, save_state, split_saved
-from agentrl.rollout.records import BranchCause, Failure, RequestFields, Turn
+from agentrl.rollout.records import BranchCause, Failure, MediaRun, RequestFields, Turn
 from agentrl.rollout.states import (
     ENDS,
     FINAL_STATES,
@@ -75,6 +75,7 @@ class AsyncRolloutRequest(RequestFields):
         _ledger: Ledger = PrivateAttr()
         _turns: list[Turn] = PrivateAttr()
         _media_spans: list[MediaSpan] = PrivateAttr()
+        _saved_media: Sequence[MediaRun] = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
         """Initialize the private attributes."""
@@ -85,6 +86,7 @@ class AsyncRolloutRequest(RequestFields):
             _ledger=Ledger(),
             _turns=[],
             _media_spans=[],
+            _saved_media=(),
         )
 
     @classmethod
@@ -229,6 +231,20 @@ class AsyncRolloutRequest(RequestFields):
     def media_spans(self) -> tuple[MediaSpan, ...]:
         """The runs of placeholder tokens of images and videos in `input_ids`, in order."""
         return tuple(self._media_spans)
+
+    @property
+    def media_runs(self) -> Sequence[MediaRun]:
+        """The same runs as they are saved; a request that was read from a file has only these."""
+        return [self._as_saved(span) for span in self._media_spans] or self._saved_media
+
+    def _as_saved(self, span: MediaSpan) -> MediaRun:
+        loaded = span.item.loaded
+        shown = self.multi_modal_data.get(str(loaded.kind), ())
+        index = next((n for n, one in enumerate(shown) if one is loaded.data), None)
+        return MediaRun(
+            start=span.start, end=span.end, kind=loaded.kind.value, index=index,
+            offset=span.offset, source=loaded.source,
+        )  # fmt: skip
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -530,6 +546,7 @@ class AsyncRolloutRequest(RequestFields):
         """Copy with a ledger and turns of its own, so that copies do not share tokens."""
         twin = super().__copy__()
         twin._ledger, twin._turns = copy.deepcopy((self._ledger, self._turns))
+        twin._media_spans = [*self._media_spans]
         twin.branches = [copy.copy(branch) for branch in self.branches]
         return twin
 
@@ -538,7 +555,7 @@ class AsyncRolloutRequest(RequestFields):
 
     @model_serializer(mode="wrap")
     def _save(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return handler(self) | save_state(*self._private_values())
+        return handler(self) | save_state(*self._private_values(), self.media_runs)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -552,4 +569,5 @@ class AsyncRolloutRequest(RequestFields):
         request._ledger, request._turns = saved.ledger, saved.turns
         request._stop_reason, request._error = saved.stop_reason, saved.error
         request._state = saved.state
+        request._saved_media = saved.media_runs
         return request

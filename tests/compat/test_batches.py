@@ -1,5 +1,7 @@
 """Batches and the rollout's correction, under verl's names and arguments."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -13,11 +15,14 @@ from agentrl.compat.data import (
     DataProto,
     collate_items,
     fold_batch_dim,
+    process_image,
+    process_video,
     unfold_batch_dim,
     union_numpy_dict,
     union_tensor_dict,
 )
 from agentrl.errors import DataError
+from tests.fakes.vision_models import random_picture
 
 
 def batch(*xs: int, **facts: object) -> DataProto:
@@ -138,3 +143,13 @@ def test_the_rollouts_correction_takes_the_arguments_of_0_6_1():
     assert alone["training_log_ppl"] == pytest.approx(1.0)
     with pytest.raises(ValueError, match="keeps no token"):
         compute_offpolicy_metrics(old, rollout, torch.zeros(2, 2))
+
+
+def test_images_and_videos_are_decoded():
+    picture = random_picture(1, (6, 4))
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    assert process_image({"bytes": buffer.getvalue()}).tobytes() == picture.tobytes()
+    assert process_image(picture, image_patch_size=14).size == (6, 4)
+    video = process_video({"video": [picture, picture]}, fps=2.0)
+    assert (video.shape, video.dtype) == ((2, 3, 4, 6), torch.float32)

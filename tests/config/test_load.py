@@ -227,7 +227,7 @@ def test_a_hint_is_the_key_of_the_nearest_section_or_none(key: str, meant: str |
     assert nearest_key(key) == meant
 
 
-LISTED = {"functions", "pools"}
+LISTED = {"functions", "pools", "rules"}
 """Keys whose value is a list of sections."""
 
 
@@ -254,7 +254,9 @@ def test_unused_keys_an_unknown_key_is_refused_with_the_nearest_known_one(key, d
     wrong = f"{key.removesuffix(leaf)}{leaf[:place]}{letter}{leaf[place:]}"
     with pytest.raises(ConfigError) as caught:
         parse_config(nested(wrong, 1))
-    shown = wrong.replace("functions.", "functions[0].").replace("pools.", "pools[0].")
+    shown = wrong
+    for part in LISTED:
+        shown = shown.replace(f"{part}.", f"{part}[0].")
     matches = [line for line in str(caught.value).splitlines() if f"{shown}: unknown key" in line]
     assert len(matches) == 1
     assert "did you mean" in matches[0]

@@ -13,7 +13,7 @@ CLOCKS_OF_METRICS = re.compile(
 """Metrics of time or of the process's memory; all others are compared."""
 CLOCKS_OF_RECORDS = re.compile(r"(queue_)?seconds(_.*)?|started_as")
 """Keys of rollouts, `summary.json` and `state.json` with seconds or with the number of a start."""
-APART = re.compile(r"metrics\.\d+\.jsonl|started|starts/.*|(.*/)?manifest\.json")
+APART = re.compile(r"metrics\.\d+\.jsonl|started|starts/.*|(.*/)?(manifest\.json|digests\.jsonl)")
 """Files that are not compared: metrics of an attempt without a checkpoint, the date, the record of
 each start, and checksums (one is of a file with seconds; the files themselves are compared)."""
 

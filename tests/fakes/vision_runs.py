@@ -1,4 +1,4 @@
-"""Runs of small vision models: a model folder, rows with pictures, a tool that shows one."""
+"""Runs of small vision models: rows with pictures, and a tool and a user that show more."""
 
 import io
 import json
@@ -8,6 +8,7 @@ from typing import Any
 from PIL import Image
 
 from agentrl.data.files import write_parquet
+from agentrl.interactions import BaseInteraction, InteractionResult
 from agentrl.tools import BaseTool, ToolResponse, ToolResult
 from tests.fakes.runs import write_yaml
 from tests.fakes.vision_chat import VISION_TEMPLATE
@@ -21,9 +22,10 @@ class Look(BaseTool):
         super().__init__(config, tool_schema)
         self.seeds: dict[str, int] = {}
 
-    async def create(self, instance_id: str, seed: int = 0, **_: Any) -> str:
+    async def create(self, instance_id: str, seed: int = 0, **_: Any) -> tuple[str, ToolResponse]:
+        assert instance_id
         self.seeds[instance_id] = seed
-        return instance_id
+        return instance_id, ToolResponse()
 
     async def execute(self, instance_id: str, parameters: Any, **_: Any) -> ToolResult:
         picture = random_picture(self.seeds[instance_id], (24, 16))
@@ -31,6 +33,16 @@ class Look(BaseTool):
 
     async def release(self, instance_id: str, **_: Any) -> None:
         del self.seeds[instance_id]
+
+
+class ShowMore(BaseInteraction):
+    """Shows another picture after each answer."""
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **_: Any
+    ) -> InteractionResult:
+        picture = random_picture(len(messages), (24, 24))
+        return InteractionResult(False, ToolResponse(text="And this?", image=[picture]))
 
 
 SCHEMA = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -78,11 +90,17 @@ def score(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> f
 
 
 def vision_run(folder: Path, family: str = "qwen2_5_vl", **changes: Any) -> Path:
-    """Write model, data and tool, and a run file of two steps; return the run file."""
+    """Write model, data, tool and user, and a run file of two steps; return the run file."""
     from tests.fakes.runs import put
 
     write_parquet(folder / "train.parquet", picture_rows(8))
     tool = {"class_name": "tests.fakes.vision_runs.Look", "config": {}, "tool_schema": SCHEMA}
+    user = {
+        "name": "more",
+        "class_name": "tests.fakes.vision_runs.ShowMore",
+        "config": {},
+        "data_sources": ["pictures"],
+    }
     run: dict[str, Any] = {
         "data": {
             "train_files": [str(folder / "train.parquet")],
@@ -96,6 +114,9 @@ def vision_run(folder: Path, family: str = "qwen2_5_vl", **changes: Any) -> Path
             "n": 2,
             "multi_turn": {
                 "tool_config_path": str(write_yaml(folder / "tools.yaml", {"tools": [tool]})),
+                "interaction_config_path": str(
+                    write_yaml(folder / "users.yaml", {"interaction": [user]})
+                ),
                 "max_assistant_turns": 3,
                 "max_tokens_per_turn": 12,
             },

@@ -110,5 +110,6 @@ def test_invariants_hold_in_random_conversations() -> None:
 def test_invariants_hold_for_thirty_thousand_steps_of_the_runner() -> None:
     found = walk_many(range(1000, 6000))
     assert found["steps"] >= 30_000
-    ends = set(StopReason) - {StopReason.CONTINUED}  # a sequence that was set aside
+    # Not those of a sequence that was set aside, and of models that read images.
+    ends = set(StopReason) - {StopReason.CONTINUED, StopReason.SAMPLED_PLACEHOLDER}
     assert set(map(str, ends)) <= found.keys()

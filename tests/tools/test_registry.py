@@ -12,6 +12,7 @@ from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError, Sa
 from agentrl.tools import initialize_tools_from_config, load_all_tools
 from agentrl.tools.calculator_tool import CalculatorTool
 from agentrl.tools.gsm8k_tool import Gsm8kTool
+from agentrl.tools.image_zoom_in_tool import ImageZoomInTool
 from agentrl.tools.registry import classes_of_verl, select_tools
 from agentrl.tools.search_tool import SearchTool
 from tests.fakes.tools import FlakyTool
@@ -211,10 +212,12 @@ def test_error_of_a_subclass_of_verls_base_names_the_import(
     assert "set AGENTRL_VERL=1 in the environment" in str(error)
 
 
-def test_a_tool_that_shows_images_says_that_there_are_none(tmp_path: Path):
+def test_verls_tool_for_images_is_ours(tmp_path: Path):
     class_path = "verl.tools.image_zoom_in_tool.ImageZoomInTool"
-    text = f"tools:\n  - class_name: {class_path}\n    config: {{type: native}}\n"
-    assert "images are not supported yet" in str(refused(written(tmp_path, text)))
+    config = "{num_workers: 256, rate_limit: 256, timeout: 60, type: native}"
+    text = f"tools:\n  - class_name: {class_path}\n    config: {config}\n"
+    [tool] = initialize_tools_from_config(written(tmp_path, text))
+    assert isinstance(tool, ImageZoomInTool)
 
 
 def test_schema_and_config_may_be_left_out(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,9 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentrl.config.schema.run import FailureConfig
-from agentrl.engines.protocol import SamplingParams
+from agentrl.data.rows import Prompt
+from agentrl.engines.protocol import Completion, SamplingParams
 from agentrl.engines.scripted import Answer, ScriptedAnswer, ScriptedEngine
 from agentrl.errors import ConfigError, EngineError, Fault
+from agentrl.messages import ContentPart, Message, ToolResponse
 from agentrl.rewards import drive_and_score
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
@@ -33,6 +35,8 @@ from tests.fakes.scheduling import (
     differences,
     random_time,
 )
+from tests.fakes.vision_chat import make_vision_template
+from tests.fakes.vision_models import make_tokenizer, random_picture
 
 CALL = calling("lookup", q="Bern")
 
@@ -91,6 +95,51 @@ async def test_workers_return_what_one_process_returns(num_workers: int):
     finished = await roll_out(setup, talking(), connections)
     assert list(map(plain, finished)) == list(map(plain, expected))
     assert all(connection.num_sent_bytes for connection in connections)
+
+
+async def test_pictures_of_prompts_and_tools_reach_workers_and_the_ranks_engine():
+    class NotingEngine(ScriptedEngine):
+        """Notes the pictures of each call."""
+
+        async def generate(self, *args: Any, media: Any = (), **kwargs: Any) -> Completion:
+            shown = [(span.start, span.end, span.item.digest) for span in media]
+            calls[kwargs["request_id"]].append(shown)
+            return await super().generate(*args, media=media, **kwargs)
+
+    def finish(manager: Any) -> Any:
+        pictures = {"image": [random_picture(1, (24, 16))]}
+        messages = [Message(role="user", content=[ContentPart(type="image")])]
+        prompts = [
+            Prompt(index=index, messages=messages, multi_modal_data=pictures) for index in range(2)
+        ]
+        return manager.rollout(manager.make_requests(prompts, manager.train_plan()))
+
+    def engine() -> NotingEngine:
+        return NotingEngine([CALL, "Seen."], tokenizer=make_tokenizer())
+
+    setup = WorkerSetup(
+        tools=lambda: [FakeTool(reply=lambda _: ToolResponse(image=[random_picture(2, (16, 40))]))],
+        multi_turn={"template": make_vision_template("qwen2_vl")},
+        n=2,
+    )
+    calls: defaultdict[str, list[Any]] = defaultdict(list)
+    expected, alone = await finish(setup.local_manager(engine())), dict(calls)
+    calls.clear()
+    pool = setup.make_pool(setup.connect(2))
+    await pool.open()
+    finished = await finish(setup.pool_manager(pool, engine()))
+    await pool.close()
+    assert [len(shown) for shown in calls["train-0-0-0-0"]] == [1, 2]
+    assert calls == alone
+    for one, other in zip(finished, expected, strict=True):
+        assert one.stop_reason is StopReason.ANSWERED, one.error
+        assert one.input_ids == other.input_ids
+        # Equal pictures of this process are one object, also those that came from a worker.
+        assert all(
+            a.item is b.item for a, b in zip(one.media_spans, other.media_spans, strict=True)
+        )
+        kept = [span.item.loaded.data for span in one.media_spans]
+        assert all(a is b for a, b in zip(one.multi_modal_data["image"], kept, strict=True))
 
 
 async def test_bytes_of_messages_are_counted_in_both_directions():

@@ -32,6 +32,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_freed_memory_is_used_again_without_page_faults():
     if not keep_freed_memory():
         pytest.skip("another C library than glibc")

@@ -113,6 +113,7 @@ def test_sync_that_is_given_up_raises_on_both_ranks_and_neither_waits_for_the_ot
     assert main["updates"] == other["updates"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "attempts"), [("shared", 1), ("shared, mended", 2)])
 def test_engine_that_all_ranks_share_is_sent_to_by_the_main_one_alone(
     outcomes: Outcomes, case: str, attempts: int

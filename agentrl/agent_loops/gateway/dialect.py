@@ -157,7 +157,7 @@ def read_content(content: str | Sequence[Part] | None, param: str) -> tuple[str,
     for index, part in enumerate(content):
         if part.type not in TEXT_PARTS:
             raise CallError(
-                f"{param}[{index}] has the type {part.type!r}; the policy reads text only",
+                f"{param}[{index}] has the type {part.type!r}; the gateway reads text only",
                 code="unsupported_content",
                 param=f"{param}[{index}].type",
             )

@@ -26,7 +26,7 @@ class ArithmeticConfig(Section):
 
 
 class PicturesConfig(Section):
-    """Pictures of colored tiles with small marks, and questions about the marks."""
+    """Pictures with small dots, and questions about the colors of the dots."""
 
     out_dir: UserPath
     """Folder of the files."""
@@ -36,7 +36,7 @@ class PicturesConfig(Section):
     """Training pictures."""
     num_val: int = Field(default=256, ge=1)
     """Validation pictures."""
-    num_demos: int = Field(default=12000, ge=0)
+    num_demos: int = Field(default=6400, ge=0)
     """Demonstrations for the supervised warm-up, rough on purpose."""
 
 
@@ -47,6 +47,17 @@ class Gsm8kConfig(Section):
     """Folder of the files."""
     source_dir: UserPath | None = None
     """Folder with `train.jsonl` and `test.jsonl`; null: the hub."""
+    max_samples: int | None = Field(default=None, ge=1)
+    """Use only so many problems of each split; null: all."""
+
+
+class Geometry3kConfig(Section):
+    """The real Geometry3K, problems with a picture, from the hub or from local files."""
+
+    out_dir: UserPath
+    """Folder of the files."""
+    source_dir: UserPath | None = None
+    """Folder with `train*.parquet` and `test*.parquet`, as the hub has them; null: the hub."""
     max_samples: int | None = Field(default=None, ge=1)
     """Use only so many problems of each split; null: all."""
 
@@ -150,5 +161,6 @@ class PrepareConfig(Section):
     arithmetic: ArithmeticConfig | None = None
     pictures: PicturesConfig | None = None
     gsm8k: Gsm8kConfig | None = None
+    geometry3k: Geometry3kConfig | None = None
     tiny_policy: TinyPolicyConfig | None = None
     sft: SftConfig | None = None

@@ -6,9 +6,9 @@ checked stays true. The other modules of this package have the other sections.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from agentrl.config.schema.agent import AgentConfig
 from agentrl.config.schema.cluster import ClusterConfig, PoolConfig
@@ -81,7 +81,7 @@ class DataConfig(Section):
     video_key: str = "videos"
     """Column of a row's videos, in the order of `<video>`; see `image_key`."""
     mm_processor_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Further arguments of the model's processor of images and videos, such as `max_pixels`."""
+    """Further arguments of the model's processor of images and videos, such as `size`."""
     strict_rows: bool = True
     """Refuse rows that name tools or an interaction if the run has none, and rows with
     `need_tools_kwargs` and no `tools_kwargs`. false: report them, as verl does."""
@@ -332,6 +332,63 @@ TrackerName = Literal["wandb", "mlflow", "swanlab", "trackio"]
 """Trackers of runs: each is the name of a logger and of the extra with its package."""
 
 
+class AlertRule(Section):
+    """A metric and the values of it that are worth a warning."""
+
+    metric: str
+    """Name of the metric, as in `metrics.jsonl`."""
+    above: float | None = None
+    """Warn if the metric is greater."""
+    below: float | None = None
+    """Warn if the metric is smaller."""
+
+    @model_validator(mode="after")
+    def _has_a_threshold(self) -> Self:
+        if self.above is None and self.below is None:
+            raise ValueError("a rule needs `above` or `below`")
+        return self
+
+    def is_met(self, value: float) -> bool:
+        """Whether a value is worth a warning."""
+        is_above = self.above is not None and value > self.above
+        return is_above or (self.below is not None and value < self.below)
+
+    def describe(self) -> str:
+        """Describe the rule in one line."""
+        limits = {"above": self.above, "below": self.below}
+        named = [f"{name} {limit:g}" for name, limit in limits.items() if limit is not None]
+        return f"{self.metric} {' or '.join(named)}"
+
+
+class AlertsConfig(Section):
+    """Warnings about the metrics of a step. Each is given once, until its reason is over."""
+
+    window: int = Field(default=5, ge=1)
+    """Steps over which reward and entropy are averaged."""
+    reward_fall: float | None = Field(default=0.5, gt=0)
+    """Warn if the mean reward is below its best by more than this share of it; null: never."""
+    entropy_fall: float | None = Field(default=0.9, gt=0, le=1)
+    """Warn if the policy's entropy has lost more than this share of its first value; null:
+    never."""
+    failed_frac: float | None = Field(default=0.2, ge=0, le=1)
+    """Warn if the share of requests that failed rises above this; null: never."""
+    truncated_frac: float | None = Field(default=0.5, ge=0, le=1)
+    """Warn if the share of responses that were cut at a length rises above this; null: never."""
+    drift: float | None = Field(default=0.05, gt=0)
+    """Warn if the KL between engine and trainer (`rollout_corr/k3_kl`, nats per token) is greater;
+    null: never."""
+    no_signal: bool = True
+    """Call `command` and `webhook_url` if no group of a step has a learning signal. The console
+    says so in any case."""
+    rules: list[AlertRule] = Field(default_factory=list[AlertRule])
+    """Thresholds of other metrics."""
+    command: str | None = None
+    """A command of the shell for each warning; it reads JSON on its standard input: `run`, `step`,
+    `metric`, `value`, `message`. It is not waited for."""
+    webhook_url: str | None = None
+    """A URL that gets the same by POST."""
+
+
 class TrainerConfig(Section):
     """The training loop, its outputs and their intervals."""
 
@@ -404,6 +461,7 @@ class TrainerConfig(Section):
     """Seconds that a rank waits for the others before it ends with an error (verl: `nccl_timeout`).
     Ranks wait for the slowest one after a rollout, and while the main rank writes. Choose a longer
     time than these take. A checkpoint fails if a rank's file does not grow for this time."""
+    alerts: AlertsConfig = AlertsConfig()
     seed: Seed = 0
     """Seed of everything that has no other seed."""
     plot: bool = True

@@ -1,13 +1,12 @@
 """Convert GSM8K to the row format, with the settings of its tool and simulated user."""
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from agentrl.answers import extract_gsm8k_answer
 from agentrl.config.schema.prepare import Gsm8kConfig
-from agentrl.data.files import Row, read_rows, untyped_datasets, write_parquet
+from agentrl.data.files import Row, download_split, read_rows, write_parquet
 from agentrl.data.prepare.manifest import content_of, make_once
 from agentrl.errors import DataError
 
@@ -19,6 +18,7 @@ SYSTEM_PROMPT = (
 
 _MAKER = "gsm8k/1"
 _SPLITS = ("train", "test")
+_OTHERWISE = "prepare.gsm8k.source_dir: a folder with train.jsonl and test.jsonl"
 
 
 class Gsm8kFiles(NamedTuple):
@@ -47,25 +47,13 @@ def prepare_gsm8k(config: Gsm8kConfig) -> Gsm8kFiles:
 def _write(config: Gsm8kConfig, files: Iterable[Path]) -> None:
     for split, file in zip(_SPLITS, files, strict=True):
         if config.source_dir is None:
-            source, raw = f"{DATA_SOURCE}, {split}", _download(split)
+            source = f"{DATA_SOURCE}, {split}"
+            raw = download_split(DATA_SOURCE, split, subset="main", otherwise=_OTHERWISE)
         else:
             source = str(config.source_dir / f"{split}.jsonl")
             raw = read_rows(source)
         chosen = raw[: config.max_samples]
         write_parquet(file, [_row(row, n, split, source) for n, row in enumerate(chosen)])
-
-
-def _download(split: str) -> list[Row]:
-    try:
-        if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
-            raise ConnectionError("HF_HUB_OFFLINE is set")
-        return list(untyped_datasets().load_dataset(DATA_SOURCE, "main", split=split))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{DATA_SOURCE} cannot be downloaded: {error}",
-            expected="a connection to the hub, or prepare.gsm8k.source_dir: a folder with "
-            "train.jsonl and test.jsonl",
-        ) from error
 
 
 def _row(raw: Row, index: int, split: str, source: str) -> Row:

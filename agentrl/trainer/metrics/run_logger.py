@@ -18,6 +18,7 @@ from agentrl.atomic_io import remove_drafts
 from agentrl.config.schema.run import TrainerConfig
 from agentrl.errors import DataError
 from agentrl.remote_io import locate
+from agentrl.trainer.metrics.alerts import Alerts
 from agentrl.trainer.metrics.console import ConsoleSink
 from agentrl.trainer.metrics.curve import plot_curve
 from agentrl.trainer.metrics.sinks import METRICS_FILE, JsonlSink, Sink, TensorBoardSink
@@ -54,6 +55,7 @@ class RunLogger:
             disable=not (is_main and is_terminal),
         )
         self._lock = RunLock(config.default_local_dir)
+        self._alerts = Alerts(config.alerts, config.default_local_dir)
 
     def lock_folder(self) -> None:
         """Lock the run's folder until `close`; the main rank does so for all ranks.
@@ -80,6 +82,7 @@ class RunLogger:
         if not self._is_main:
             return
         config, run = self._config, self._config.default_local_dir
+        metrics = run / METRICS_FILE
         for folder in (run, config.rollout_data_dir, config.validation_data_dir):
             if folder is not None:
                 remove_drafts(folder)
@@ -88,7 +91,9 @@ class RunLogger:
                 case "console":
                     self._sinks.append(ConsoleSink(self.console, total_steps))
                 case "jsonl":
-                    self._sinks.append(JsonlSink(run / METRICS_FILE, resumed_step=resumed_step))
+                    self._sinks.append(JsonlSink(metrics, resumed_step=resumed_step))
+                    if resumed_step is not None:
+                        self._alerts.replay(metrics)
                 case "tensorboard":
                     folder = run / "tensorboard"
                     self._sinks.append(TensorBoardSink(folder, resumed_step=resumed_step))
@@ -115,9 +120,11 @@ class RunLogger:
         self.info(*(f"note: {note}" for note in notes))
 
     def track(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of one step to every sink."""
+        """Log the metrics of one step to every sink, and warn of what is wrong with them."""
         for sink in self._sinks:
             sink.log(step, metrics)
+        if self._is_main:
+            self.info(*self._alerts.check(step, metrics))
 
     def log_generations(self, step: int, name: str, rows: Sequence[Generation]) -> None:
         """Give a table of rollouts to every tracker, before the metrics of the step."""
@@ -144,7 +151,7 @@ class RunLogger:
         """Print an error of writing files that are only for viewing, and continue."""
         try:
             yield
-        except OSError as error:
+        except (OSError, DataError) as error:
             self.info(f"note: {what} not written: {error}")
 
     def plot(self) -> None:

@@ -33,6 +33,7 @@ from agentrl.rewards import combine_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.metrics.trackers import TRACKERS, Generation
+from agentrl.trainer.rollouts.digests import add_digest
 from agentrl.trainer.rollouts.pictures import PictureCollector, read_picture, write_pictures
 from agentrl.trainer.rollouts.token_files import save_tokens, tabulate_tokens, token_path
 from agentrl.trainer.rollouts.transcript import Decode
@@ -325,8 +326,10 @@ class RolloutFiles:
         if config.rollout_data_dir is not None:
             tables = self._world.gather_on_main([tabulate_tokens(batch, step)])
             if self._world.is_main:
+                path = token_path(rollout_path(config.rollout_data_dir, step))
                 with self._run_logger.ignoring_write_errors("the tokens of the step"):
-                    save_tokens(token_path(rollout_path(config.rollout_data_dir, step)), tables)
+                    save_tokens(path, tables)
+                    add_digest(path, step)
         self._show(step, "rollout/generations", requests, config.log_train_generations)
 
     def save_validation(
@@ -356,7 +359,7 @@ class RolloutFiles:
                     )
                     request = own[row.request_id]
                     lines.append(self._line(path, (index, number), request, step, note))
-        self._save(path, lines, "the rows to blame")
+        self._save(path, lines, step, "the rows to blame")
 
     def _save_all(
         self, folder: Path | None, requests: Sequence[AsyncRolloutRequest], step: int, kind: str
@@ -367,7 +370,7 @@ class RolloutFiles:
         lines = [
             self._line(path, (one.batch_data_id, one.rollout_offset), one, step) for one in requests
         ]
-        self._save(path, lines, "rollouts")
+        self._save(path, lines, step, "rollouts")
 
     def _line(
         self,
@@ -401,11 +404,12 @@ class RolloutFiles:
         gathered = sorted(self._world.gather_on_main(rows))
         self._run_logger.log_generations(step, name, gathered[:limit])
 
-    def _save(self, path: Path, lines: Sequence[_RankLine], what: str) -> None:
+    def _save(self, path: Path, lines: Sequence[_RankLine], step: int, what: str) -> None:
         gathered = sorted(self._world.gather_on_main(lines), key=lambda one: one.sort_key)
         if self._world.is_main:
             with self._run_logger.ignoring_write_errors(what):
                 save_lines(path, (one.line for one in gathered))
+                add_digest(path, step)
 
 
 def _shortened(text: str) -> str:

@@ -15,7 +15,7 @@ import io
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageSequence
@@ -79,19 +79,34 @@ class PictureCollector:
         return entry if fps is None else entry | {"frames": len(frames), "fps": fps}
 
 
-def describe_picture(picture: Any) -> str:
-    """Describe an image or a `Video` in one line: its size, and its file if it was saved."""
-    if isinstance(picture, Video):
-        count, height, width, _ = picture.frames.shape
-        return f"video {width} x {height}, {count} frames"
-    return f"image {picture.width} x {picture.height}"
+class ShownPicture(NamedTuple):
+    """An image or a video of a transcript."""
+
+    data: Any
+    """A PIL image, a `Video`, or what `read_picture` returned for a file that is missing."""
+    source: str = ""
+    """The file that it was read from, if it was one."""
+
+    def describe(self) -> str:
+        """Describe it in one line: its size, and its file."""
+        data, saved = self.data, ""
+        if isinstance(data, Video):
+            count, height, width, _ = data.frames.shape
+            text = f"video {width} x {height}, {count} frames"
+        elif isinstance(data, Image.Image):
+            text, saved = f"image {data.width} x {data.height}", data.info.get("path", "")
+        else:
+            text = "image or video that is not there any more"
+        return ", ".join(filter(None, (text, self.source or saved)))
 
 
 def draw_picture(picture: Any) -> Text:
     """Draw an image, or the first frame of a `Video`, for a terminal with colors.
 
-    Each character shows two pixels, one above the other.
+    Each character shows two pixels, one above the other. Nothing is drawn for another object.
     """
+    if not isinstance(picture, Video | Image.Image):
+        return Text()
     first = Image.fromarray(picture.frames[0]) if isinstance(picture, Video) else picture
     small = first.convert("RGB")
     small.thumbnail((DRAWN_SIZE, DRAWN_SIZE))
@@ -120,6 +135,7 @@ def read_picture(entry: Any, folder: Path) -> Any:
     with Image.open(path) as image:
         frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
     if "frames" not in entry:
+        frames[0].info["path"] = str(path)
         return frames[0]
     return Video(np.stack([np.asarray(frame) for frame in frames]), entry["fps"])
 

@@ -15,7 +15,7 @@ import re
 import sysconfig
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
@@ -27,12 +27,11 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.config.schema.reward import RewardConfig
-from agentrl.media.records import MediaSpan
 from agentrl.rewards import CombinedReward, RewardPlacement, Source, combine_rewards, place_rewards
 from agentrl.rewards.combination import TRAJECTORY_ALONE
-from agentrl.rollout.records import CallRecord, Turn
+from agentrl.rollout.records import CallRecord, MediaRun, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.trainer.rollouts.pictures import describe_picture, draw_picture
+from agentrl.trainer.rollouts.pictures import ShownPicture, draw_picture
 
 Decode = Callable[[list[int]], str]
 """Token ids to text: special tokens kept, no clean-up of spaces."""
@@ -99,7 +98,7 @@ class Section:
     tokens: tuple[TokenView, ...]
     notes: tuple[str, ...] = ()
     """Lines after the tokens: the calls of a completion and their results."""
-    pictures: tuple[Any, ...] = ()
+    pictures: tuple[ShownPicture, ...] = ()
     """The images and videos among the tokens, in order."""
 
     @property
@@ -199,34 +198,35 @@ class _ShownTokens:
 
     texts: dict[int, str]
     """The text that a token of `input_ids` adds, by its index."""
-    spans: Sequence[MediaSpan]
+    runs: Sequence[MediaRun]
+    media: Mapping[str, Sequence[Any]]
+    """`multi_modal_data` of the request."""
 
     @classmethod
     def of(cls, request: AsyncRolloutRequest, decode: Decode) -> "_ShownTokens":
         """Decode the tokens that are shown."""
-        spans, ids, num_prompt = request.media_spans, request.input_ids, request.num_prompt_tokens
-        hidden = {index for span in spans for index in range(span.start + 1, span.end)}
+        runs, ids, num_prompt = request.media_runs, request.input_ids, request.num_prompt_tokens
+        hidden = {index for run in runs for index in range(run.start + 1, run.end)}
         indices = [index for index in range(len(ids)) if index not in hidden]
         ends = [num_prompt, *(num_prompt + turn.end for turn in request.turns)]
         breaks = [bisect_left(indices, end) for end in ends]
         pieces = decode_pieces([ids[index] for index in indices], decode, breaks=breaks)
         texts = dict(zip(indices, pieces, strict=True))
-        names = {span.start: _describe_run(span) for span in spans}
-        return cls(texts | names, spans)
+        names = {run.start: f"[{run.kind}: {_count(run.end - run.start, 'token')}]" for run in runs}
+        return cls(texts | names, runs, request.multi_modal_data)
 
     def indices(self, start: int, end: int) -> list[int]:
         """Return the shown tokens of `[start, end)`."""
         return [index for index in range(start, end) if index in self.texts]
 
-    def pictures(self, start: int, end: int) -> tuple[Any, ...]:
+    def pictures(self, start: int, end: int) -> tuple[ShownPicture, ...]:
         """Return the images and videos that begin in `[start, end)`."""
-        found = [span for span in self.spans if start <= span.start < end and not span.offset]
-        return tuple(span.item.loaded.data for span in found)
+        found = [run for run in self.runs if start <= run.start < end and not run.offset]
+        return tuple(ShownPicture(self._picture(run), run.source) for run in found)
 
-
-def _describe_run(span: MediaSpan) -> str:
-    """Describe a run of placeholders in its place."""
-    return f"[{span.item.kind}: {_count(span.end - span.start, 'token')}]"
+    def _picture(self, run: MediaRun) -> Any:
+        media = self.media.get(run.kind, ())
+        return media[run.index] if run.index is not None and run.index < len(media) else None
 
 
 def decode_pieces(ids: Sequence[int], decode: Decode, *, breaks: Sequence[int] = ()) -> list[str]:
@@ -398,7 +398,7 @@ def render_transcript(transcript: Transcript) -> Group:
             text.right_crop(1)
         lines.append(text)
         for picture in section.pictures:
-            lines += [draw_picture(picture), Text(f"  {escape_line(describe_picture(picture))}")]
+            lines += [draw_picture(picture.data), Text(f"  {escape_line(picture.describe())}")]
         lines += [Text(f"  > {escape_line(note)}", style="magenta") for note in section.notes]
     lines.append(Text("\n── end", style="bold cyan"))
     lines += [Text(escape_line(line)) for line in transcript.outcome]
@@ -413,7 +413,7 @@ def plain_transcript(transcript: Transcript) -> str:
         for status, run in groupby(section.tokens, key=lambda token: token.status):
             text = escape("".join(token.text for token in run))
             lines += [f"{status} | {line}" for line in text.removesuffix("\n").split("\n")]
-        lines += [f"  {escape_line(describe_picture(picture))}" for picture in section.pictures]
+        lines += [f"  {escape_line(picture.describe())}" for picture in section.pictures]
         lines += [f"  > {escape_line(note)}" for note in section.notes]
     return "\n".join([*lines, "", "--- end", *map(escape_line, transcript.outcome), ""])
 

@@ -9,6 +9,7 @@ from typing import Any
 from agentrl.atomic_io import restore_replaced
 from agentrl.config.schema.prepare import PrepareConfig, SftConfig
 from agentrl.config.schema.run import RunConfig
+from agentrl.data.prepare.geometry3k import prepare_geometry3k
 from agentrl.data.prepare.gsm8k import prepare_gsm8k
 from agentrl.data.prepare.manifest import content_of, is_unfinished, make_once, must_make
 from agentrl.messages import OpenAIFunctionToolSchema
@@ -62,6 +63,8 @@ def _prepare_files(config: PrepareConfig, run_logger: RunLogger, tools: list[Bas
         make("pictures", pictures.out_dir, lambda: prepare_pictures(pictures).made)
     if (gsm8k := config.gsm8k) is not None:
         make("GSM8K", gsm8k.out_dir, lambda: prepare_gsm8k(gsm8k).made)
+    if (geometry := config.geometry3k) is not None:
+        make("Geometry3K", geometry.out_dir, lambda: prepare_geometry3k(geometry).made)
     if (policy := config.tiny_policy) is not None:
         schemas = [tool.tool_schema for tool in tools]
         make("policy", policy.out_dir, lambda: make_tiny_policy(policy, tools=schemas))

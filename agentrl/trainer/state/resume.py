@@ -13,6 +13,7 @@ from agentrl.config.schema.run import RunConfig
 from agentrl.errors import CheckpointError
 from agentrl.remote_io import Location, locate, write_whole
 from agentrl.trainer.metrics.sinks import METRICS_FILE, move_metrics_aside
+from agentrl.trainer.rollouts.digests import drop_digests
 from agentrl.trainer.rollouts.files import SKIPPED, find_rollouts
 from agentrl.workers.checkpoint import SUPERSEDED, Checkpoint, newest_first, set_aside_later
 from agentrl.workers.distributed import World
@@ -203,10 +204,13 @@ def archive_earlier_outputs(config: RunConfig, path: Location | None, step: int)
     if trainer.resume_mode == "auto":
         return ArchivedOutputs(damaged=later, metrics=metrics)
     skipped = trainer.default_local_dir / SKIPPED
+    given = (trainer.rollout_data_dir, trainer.validation_data_dir, skipped)
+    folders = [folder for folder in given if folder is not None]
+    for folder in folders:
+        drop_digests(folder, after=last_kept)
     rollouts = [
         moved
-        for folder in (trainer.rollout_data_dir, trainer.validation_data_dir, skipped)
-        if folder is not None
+        for folder in folders
         for moved in move_into(find_rollouts(folder, after=last_kept), folder / SUPERSEDED)
     ]
     return ArchivedOutputs(checkpoints=later, rollouts=rollouts, metrics=metrics)

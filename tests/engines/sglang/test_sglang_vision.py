@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -25,7 +27,6 @@ from agentrl.media.positions import place_runs
 from agentrl.media.processor import MediaProcessor
 from agentrl.media.records import LoadedMedia, MediaKind, MediaSpan, Video
 from tests.engines.conformance import TOLERANCE
-from tests.fakes.sglang_vision import SIDE, make_model, make_processor, save_vision_policy
 from tests.fakes.vision_models import (
     FAMILIES,
     encode_with_media,
@@ -35,6 +36,11 @@ from tests.fakes.vision_models import (
     plain_vision_logits,
     random_picture,
 )
+
+if TYPE_CHECKING or find_spec("torchvision"):
+    from tests.fakes.sglang_vision import SIDE, make_model, make_processor, save_vision_policy
+else:
+    pytest.skip("torchvision is not installed", allow_module_level=True)
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 

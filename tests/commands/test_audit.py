@@ -1,0 +1,357 @@
+"""`agentrl audit`: untouched runs have no differences, and every tampering is one."""
+
+import dataclasses
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from agentrl import Trainer
+from agentrl.commands.audit import read_start, run_checks
+from agentrl.config import load_config, parse_config
+from agentrl.config.schema.run import TrainerConfig
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.errors import DataError
+from agentrl.trainer.components import start_components
+from agentrl.trainer.metrics.run_logger import RunLogger
+from agentrl.trainer.rollouts.digests import DIGESTS_FILE, add_digest, drop_digests
+from agentrl.trainer.setup.rollout_setup import make_manager
+from agentrl.workers.distributed import stop_world
+from tests.fakes.runs import CALL, run_agentrl, tiny_run
+from tests.fakes.vision_runs import vision_run
+
+WORDS = ("#### 42", "well 17", "no 3 or 4", CALL, "#### 5 6 7", "it is 8")
+Line = dict[str, Any]
+
+
+def train(home: Path, folder: Path, *, is_scripted: bool = True, **changes: Any) -> Path:
+    """Train a tiny run that saves its rollouts, and return its folder."""
+    changes = {"trainer__rollout_data_dir": str(folder / "rollouts")} | changes
+    config = parse_config(tiny_run(home, folder, **changes))
+    parts = start_components(config)
+    if is_scripted:
+
+        def answer(ids: Any, sampling: Any, request_id: str, turn: int) -> str:
+            return WORDS[(sum(map(ord, request_id)) + 3 * turn) % len(WORDS)]
+
+        engine = ScriptedEngine(answer, tokenizer=parts.setup.tokenizer, max_model_len=1024)
+        manager = make_manager(config, parts.setup, engine)
+        parts = dataclasses.replace(parts, engine=engine, manager=manager)
+    Trainer(config, parts).fit()
+    stop_world()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A scorer whose rewards differ within a group."""
+    path = tmp_path_factory.mktemp("scorer") / "scorer.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, **_):\n"
+        "    return (sum(map(ord, solution_str)) % 7) / 7\n"
+    )
+    return {"reward__custom_reward_function": {"path": str(path)}}
+
+
+@pytest.fixture(scope="module")
+def original(
+    tiny_home: Path, tmp_path_factory: pytest.TempPathFactory, scored: dict[str, Any]
+) -> Path:
+    return train(tiny_home, tmp_path_factory.mktemp("audit") / "run", **scored)
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change. Its rollouts are those of the copy."""
+    copy = tmp_path / "run"
+    shutil.copytree(original, copy, ignore=shutil.ignore_patterns("trained", "*.safetensors"))
+    for file in copy.glob("starts/*/resolved.yaml"):
+        file.write_text(file.read_text().replace(str(original), str(copy)))
+    return copy
+
+
+def found(run: Path) -> dict[str, str]:
+    """The first difference of each check that has one."""
+    config = read_start(run)
+    assert config.trainer.rollout_data_dir is not None
+    checks = run_checks(config, run, config.trainer.rollout_data_dir)
+    return {one.name: str(one.differences[0].args[0]) for one in checks if one.differences}
+
+
+def test_an_untouched_run_has_no_difference(
+    original: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_start(original)
+    checks = run_checks(config, original, original / "rollouts")
+    assert {one.name: one.differences for one in checks} == {one.name: [] for one in checks}
+    assert all(one.num > 0 for one in checks), [(one.name, one.not_done) for one in checks]
+    output = run_agentrl(capsys, "audit", original)
+    assert output.code == 0
+    assert "advantages" in output.out
+
+
+# Files that were changed: found by their digests.
+
+
+def change_a_byte(path: Path, draw: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    place = draw.randrange(len(content))
+    content[place] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+
+
+def cut(path: Path, draw: random.Random) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: draw.randrange(len(content))])
+
+
+def change_lines(path: Path, draw: random.Random) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    one, other = draw.sample(range(len(lines)), 2)
+    match draw.choice(["drop", "double", "swap"]):
+        case "drop":
+            del lines[one]
+        case "double":
+            lines.append(lines[one])
+        case _:
+            lines[one], lines[other] = lines[other], lines[one]
+    path.write_bytes(b"".join(lines))
+
+
+def remove(path: Path, _: random.Random) -> None:
+    path.unlink()
+
+
+def exchange(path: Path, _: random.Random) -> None:
+    others = [one for one in path.parent.glob(f"*{path.suffix}") if one != path]
+    path.write_bytes(others[0].read_bytes())
+
+
+def change_a_metric(path: Path, draw: random.Random) -> None:
+    file = path.parent.parent / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    line = draw.choice([one for one in lines if "rollout/reward/mean" in one])
+    name = draw.choice(
+        ["rollout/reward/mean", "critic/advantages/max", "response_length/mean",
+         "rollout/tool_calls/ok", "num_turns/mean", "rollout/mask_ones_ratio"]
+    )  # fmt: skip
+    line[name] += draw.choice([-0.25, 0.01, 1.0])
+    file.write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+
+TAMPERINGS: list[Callable[[Path, random.Random], None]] = [
+    change_a_byte, change_a_byte, cut, change_lines, remove, exchange, change_a_metric,
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_hundred_random_tamperings_are_found(run: Path, tmp_path: Path) -> None:
+    draw, missed = random.Random(0), list[str]()
+    kept = tmp_path / "kept"
+    shutil.copytree(run, kept)
+    for number in range(100):
+        tamper = draw.choice(TAMPERINGS)
+        files = sorted((run / "rollouts").glob("step_*"))
+        if tamper is change_lines:
+            files = [file for file in files if file.suffix == ".jsonl"]
+        file = draw.choice(files)
+        before = {one: one.read_bytes() for one in [*files, run / "metrics.jsonl"]}
+        tamper(file, draw)
+        after = {one: one.read_bytes() if one.exists() else b"" for one in before}
+        assert before != after
+        if not found(run):
+            missed.append(f"{number}: {tamper.__name__} of {file.name}")
+        shutil.rmtree(run)
+        shutil.copytree(kept, run)
+    assert missed == []
+
+
+def test_a_missing_line_and_a_changed_line_of_digests_are_found(run: Path) -> None:
+    file = run / "rollouts" / DIGESTS_FILE
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[1:]))
+    assert "does not continue the chain" in found(run)["digests"]
+    file.write_text("".join(lines[:-1]))
+    assert "has no digest" in found(run)["digests"]
+    file.write_text("".join(lines).replace('"step": 1', '"step": 2', 1))
+    assert "does not continue the chain" in found(run)["digests"]
+
+
+def test_the_last_step_cannot_be_removed_with_its_digests(run: Path) -> None:
+    folder = run / "rollouts"
+    for file in folder.glob("step_000002*"):
+        file.unlink()
+    lines = (folder / DIGESTS_FILE).read_text().splitlines(keepends=True)
+    (folder / DIGESTS_FILE).write_text("".join(line for line in lines if '"step": 1' in line))
+    assert found(run) == {"lines": "the step has no file of rollouts"}
+
+
+def test_damaged_digests_are_reported_and_stop_no_run(run: Path) -> None:
+    file = run / "rollouts" / DIGESTS_FILE
+    file.write_bytes(b"\xff\n" + file.read_bytes())
+    assert "damaged line" in found(run)["digests"]
+    drop_digests(file.parent, after=0)  # as a resume does
+    logger = RunLogger(TrainerConfig(default_local_dir=run))
+    with logger.ignoring_write_errors("rollouts"):
+        add_digest(run / "rollouts/step_000001.jsonl", 1)
+
+
+def test_a_line_that_a_killed_run_wrote_in_part_is_written_again(run: Path) -> None:
+    file = run / "rollouts" / DIGESTS_FILE
+    file.write_text(file.read_text()[:-20])
+    add_digest(run / "rollouts/step_000002.tokens.parquet", 2)
+    assert found(run) == {}
+
+
+# Rows that were changed together with their digests: found by what follows from them.
+
+
+def rewrite(run: Path, change: Callable[[list[Line]], Any]) -> None:
+    """Change the lines of step 2, and write the digests again."""
+    file = run / "rollouts/step_000002.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    change(lines)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    add_digests(run)
+
+
+def rewrite_tokens(run: Path, name: str) -> None:
+    """Change the first value of a column of step 2, and write the digests again."""
+    file = run / "rollouts/step_000002.tokens.parquet"
+    table = pq.read_table(file)
+    rows = table[name].to_pylist()
+    rows[0][0] += 1.0 if name != "response_mask" else -1.0
+    column = pa.array(rows, table.schema.field(name).type)
+    table = table.set_column(table.column_names.index(name), name, column)
+    pq.write_table(table, file)
+    add_digests(run)
+
+
+def add_digests(run: Path) -> None:
+    folder = run / "rollouts"
+    (folder / DIGESTS_FILE).unlink()
+    for step in (1, 2):
+        for suffix in ("jsonl", "tokens.parquet"):
+            add_digest(folder / f"step_{step:06d}.{suffix}", step)
+
+
+def change_request(name: str, value: Any) -> Callable[[list[Line]], None]:
+    def change(lines: list[Line]) -> None:
+        request = lines[0]["request"]
+        request[name] = value(request[name]) if callable(value) else value
+
+    return change
+
+
+def change_a_version(lines: list[Line]) -> None:
+    turns = lines[0]["request"]["turns"]
+    spans = next(turn["weight_versions"] for turn in turns if turn["weight_versions"])
+    spans[0][0] = 7
+
+
+def change_the_row(lines: list[Line]) -> None:
+    request = lines[0]["request"]
+    plan, step, row, index, sample = request["request_id"].split("-")
+    request["request_id"] = "-".join((plan, step, str((int(row) + 1) % 8), index, sample))
+
+
+@pytest.mark.parametrize(
+    ("change", "check"),
+    [
+        (lambda lines: lines.pop(), "lines"),
+        (lambda lines: lines.append(lines[0]), "lines"),
+        (change_request("reward", lambda reward: reward + 0.5), "rewards"),
+        (change_request("loss_mask", lambda mask: [1 - mask[0], *mask[1:]]), "lines"),
+        (change_request("response_ids", lambda ids: [ids[0] + 1, *ids[1:]]), "template"),
+        (change_request("rollout_log_probs", lambda logs: [logs[0] - 1, *logs[1:]]), "advantages"),
+        (lambda lines: lines[0].update(combined_reward=9.0), "rewards"),
+        (change_a_version, "versions"),
+        (change_the_row, "order"),
+    ],
+)
+def test_changed_rows_are_found(run: Path, change: Callable[[list[Line]], Any], check: str) -> None:
+    rewrite(run, change)
+    assert check in found(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("advantages", "advantages"),
+        ("returns", "advantages"),
+        ("response_mask", "advantages"),
+        ("token_level_scores", "rewards"),
+        ("rollout_log_probs", "advantages"),
+        ("old_log_probs", "metrics"),
+    ],
+)
+def test_changed_tokens_are_found(run: Path, name: str, check: str) -> None:
+    rewrite_tokens(run, name)
+    assert check in found(run)
+
+
+def test_a_run_without_saved_rollouts_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DataError, match="no record of a start"):
+        read_start(tmp_path)
+    output = run_agentrl(capsys, "audit", tmp_path)
+    assert output.code == 2
+    assert "no record of a start" in output.err
+
+
+# Untouched runs of other kinds.
+
+KINDS: dict[str, dict[str, Any]] = {
+    "embedded": {"is_scripted": False},
+    "rloo": {"algorithm__adv_estimator": "rloo"},
+    "remax": {"algorithm__adv_estimator": "remax"},
+    "kl in reward": {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__kl_coef": 0.1},
+    "rejection": {
+        "is_scripted": False,
+        "algorithm__rollout_correction": {
+            "rollout_is": "token",
+            "rollout_rs": "seq_mean_k3",
+            "rollout_rs_threshold": 1e-16,
+        },
+    },
+    "groups": {"algorithm__filter_groups": {"enable": True, "metric": "score"}},
+    "two epochs": {"trainer__total_training_steps": 5},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_untouched_runs_of_all_kinds_have_no_difference(
+    tiny_home: Path, tmp_path: Path, scored: dict[str, Any], kind: str
+) -> None:
+    assert found(train(tiny_home, tmp_path / "run", **scored, **KINDS[kind])) == {}
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_no_difference(
+    tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
+) -> None:
+    changes: dict[str, Any] = {**scored, "trainer__save_freq": 1}
+    train(tiny_home, tmp_path / "run", trainer__total_training_steps=3, **changes)
+    shutil.rmtree(tmp_path / "run/checkpoints/global_step_3")
+    run = train(tiny_home, tmp_path / "run", trainer__total_training_steps=4, **changes)
+    assert found(run) == {}
+
+
+@pytest.mark.slow
+def test_a_run_with_pictures_has_no_difference(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    Trainer(load_config(vision_run(tmp_path))).fit()
+    stop_world()
+    torch.set_num_threads(threads)
+    checks = run_checks(read_start(tmp_path / "run"), tmp_path / "run", tmp_path / "rollouts")
+    assert [str(error) for one in checks for error in one.differences] == []
