@@ -3,6 +3,7 @@
     DIR/index.html, viewer.js, style.css, icon.svg    the same page
     DIR/data.js                                       lists, curves and steps
     DIR/trajectories/00000.js                         a trajectory and its tokens, read when opened
+    DIR/pictures/0/                                   thumbnails of images and videos of run 0
 
 A page that is opened from disk may not read other files, but it may run scripts. So the data are
 scripts that assign the server's answers to the page.
@@ -16,10 +17,11 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from agentrl.errors import ConfigError
-from agentrl.viewer.index import Entry, FileIndex, texts_of
-from agentrl.viewer.queries import MAX_TOKENS, to_json
+from agentrl.viewer.index import Entry, FileIndex, picture_names, texts_of
+from agentrl.viewer.queries import to_json
 from agentrl.viewer.runs import RunReader
 from agentrl.viewer.server import STATIC, STATIC_FILES, answer
+from agentrl.viewer.trajectories import MAX_TOKENS
 
 _POLICY = (
     "default-src 'none'; script-src file: 'self'; style-src file: 'self'; img-src file: 'self'"
@@ -124,6 +126,7 @@ class _Export:
 
     def _write_trajectory(self, number: int, index: FileIndex, entry: Entry) -> None:
         answers = [self._ask("trajectory", run=number, id=entry.id)]
+        self._copy_pictures(number, index, entry)
         sequences = json.loads(answers[0][1])["sequences"]
         for place, sequence in enumerate(sequences):
             for start in range(0, max(sequence["num_tokens"], 1), MAX_TOKENS):
@@ -135,6 +138,14 @@ class _Export:
             f"window.AGENTRL_EXPORT.answers[{json.dumps(key)}] = {text};\n" for key, text in answers
         )
         _write_script(self._folder / name, "".join(lines))
+
+    def _copy_pictures(self, number: int, index: FileIndex, entry: Entry) -> None:
+        folder = self._folder / "pictures" / str(number)
+        for name in picture_names(index.read(entry)["request"]):
+            target = folder / Path(name).name
+            if name.endswith("_small.png") and not target.exists() and index.has_picture(name):
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(index.picture(name), target)
 
     def _write_page(self) -> None:
         for name, _ in STATIC_FILES.values():

@@ -7,13 +7,16 @@ when they are complete, so a file that has not changed is never read again.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+
+from agentrl.errors import DataError
+from agentrl.trainer.rollouts.pictures import is_picture_name
+from agentrl.trainer.rollouts.token_files import read_tokens, token_path
 
 _TOKENS = b', "loss_mask": ['
 """The last keys of a line are lists of tokens. The index does not need them."""
@@ -76,6 +79,8 @@ class FileIndex:
     entries: list[Entry] = field(default_factory=list[Entry])
     damaged: list[int] = field(default_factory=list[int])
     """Numbers of lines that cannot be read."""
+    pictures: set[str] = field(default_factory=set[str])
+    """Files of images and videos that the lines name, relative to the folder of `path`."""
     _advantages: dict[str, float] | None = None
 
     def read(self, entry: Entry) -> dict[str, Any]:
@@ -90,11 +95,29 @@ class FileIndex:
             return text in entry.text
         return text in "\n".join(texts_of(self.read(entry)["request"])).lower()
 
+    def picture(self, name: str) -> Path:
+        """Return the file of a picture.
+
+        Raises:
+            LookupError: If no line names it, or it is not a file in the folder of pictures.
+        """
+        folder = self.path.parent.resolve()
+        path = (folder / name).resolve()  # a link may lead to another folder
+        if name not in self.pictures or path != folder / name or not path.is_file():
+            raise LookupError(name)
+        return path
+
+    def has_picture(self, name: Any) -> bool:
+        """Return whether `picture` returns a file."""
+        with suppress(LookupError, TypeError, OSError):
+            return self.picture(name).is_file()
+        return False
+
     @property
     def advantages(self) -> dict[str, float]:
         """Mean advantage of the trained tokens, by `request_id`; empty without a file of tokens."""
         if self._advantages is None:
-            self._advantages = _read_advantages(tokens_file(self.path))
+            self._advantages = _read_advantages(self.path)
         return self._advantages
 
 
@@ -116,7 +139,9 @@ def index_file(path: Path, label: str) -> FileIndex:
     with path.open("rb") as file:
         for number, line in enumerate(file):
             try:
-                index.entries.append(_read_entry(line, f"{label}:{number}", offset))
+                saved = _read_head(line)
+                index.entries.append(_make_entry(saved, line, f"{label}:{number}", offset))
+                index.pictures.update(picture_names(saved["request"]))
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 index.damaged.append(number + 1)
             offset += len(line)
@@ -136,18 +161,42 @@ def texts_of(request: Mapping[str, Any]) -> Iterator[str]:
         yield request["error"]["message"]
 
 
-def _read_entry(line: bytes, entry_id: str, offset: int) -> Entry:
-    cut = line.rfind(_TOKENS)
-    prompt = line[cut:].partition(b'"prompt_ids": [')[2].partition(b"]")[0]
+def _read_head(line: bytes) -> dict[str, Any]:
+    """Read a line without its lists of tokens, except if it has images, videos or branches."""
+    head = line[: line.rfind(_TOKENS)] + b"}}"
     try:
-        saved = json.loads(line[:cut] + b"}}") if prompt else json.loads(line)
+        saved = json.loads(head)
     except ValueError:
-        saved = json.loads(line)
+        return json.loads(line)
+    request = saved["request"]
+    return json.loads(line) if request["branches"] or request["multi_modal_data"] else saved
+
+
+def picture_names(request: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the files of images and videos that a saved request names, of all sequences."""
+    for one in (*request["branches"], request):
+        for entries in (one.get("multi_modal_data") or {}).values():
+            files = [entry for entry in entries if isinstance(entry, dict)]
+            names = (file.get(key) for file in files for key in ("path", "thumbnail"))
+            yield from filter(is_picture_name, names)
+
+
+def _hash_prompt(request: Mapping[str, Any], line: bytes) -> str:
+    """Return a digest of the tokens of a prompt and of its images and videos."""
+    first = [*request["branches"], request][0]
+    if "prompt_ids" in first:
+        ids, media = first["prompt_ids"], first.get("multi_modal_data") or {}
+        shown = [run for run in first.get("media_runs", ()) if run["end"] <= len(ids)]
+        files = [media[run["kind"]][run["index"]] for run in shown if run["index"] is not None]
+        prompt = json.dumps(ids).strip("[]").encode() + json.dumps(files or "").strip('"').encode()
+    else:
+        tail = line[line.rfind(_TOKENS) :]
+        prompt = tail.partition(b'"prompt_ids": [')[2].partition(b"]")[0]
+    return hashlib.sha1(prompt, usedforsecurity=False).hexdigest()
+
+
+def _make_entry(saved: Mapping[str, Any], line: bytes, entry_id: str, offset: int) -> Entry:
     request, summary = saved["request"], saved["summary"]
-    if request["branches"]:
-        prompt = json.dumps(request["branches"][0]["prompt_ids"]).strip("[]").encode()
-    elif not prompt:
-        prompt = json.dumps(request["prompt_ids"]).strip("[]").encode()
     error = request["error"] or {}
     reward = saved.get("combined_reward")
     text = "\n".join(texts_of(request))
@@ -158,7 +207,7 @@ def _read_entry(line: bytes, entry_id: str, offset: int) -> Entry:
         step=saved["step"],
         request_id=request["request_id"],
         uid=request["uid"],
-        row=hashlib.sha1(prompt, usedforsecurity=False).hexdigest(),
+        row=_hash_prompt(request, line),
         sample=request["rollout_offset"],
         source=request["data_source"],
         reward=request["reward"] if reward is None else reward,
@@ -190,34 +239,16 @@ def _excerpt(messages: list[dict[str, Any]]) -> str:
     return text[-_EXCERPT:]
 
 
-def tokens_file(rollout_file: Path) -> Path:
-    """Name the file of the tokens of a rollout file (see `trainer/rollouts/token_files.py`).
-
-    That module imports torch, which would delay the first page by seconds.
-    """
-    return rollout_file.with_suffix(".tokens.parquet")
-
-
-def read_token_rows(rollout_file: Path, request_ids: list[str]) -> list[dict[str, Any]]:
-    """Read what training computed for the tokens of some sequences; none without such a file."""
-    path = tokens_file(rollout_file)
-    if not path.is_file():
-        return []
+def _read_advantages(rollout_file: Path) -> dict[str, float]:
+    columns = ("request_id", "advantages", "response_mask")
     try:
-        return pq.read_table(path, filters=[("request_id", "in", request_ids)]).to_pylist()
-    except (pa.ArrowException, OSError):
-        return []
-
-
-def _read_advantages(path: Path) -> dict[str, float]:
-    if not path.is_file():
+        table = read_tokens(token_path(rollout_file), columns=columns)
+    except DataError:
         return {}
-    try:
-        table = pq.read_table(path, columns=["request_id", "advantages", "response_mask"])
-    except (pa.ArrowException, OSError):
+    if not {*columns} <= {*table.column_names}:
         return {}
     found: dict[str, float] = {}
-    lists = (table[name].combine_chunks() for name in ("advantages", "response_mask"))
+    lists = (table[name].combine_chunks() for name in columns[1:])
     advantages, mask = (column.to_numpy(zero_copy_only=False) for column in lists)
     for name, values, ones in zip(table["request_id"].to_pylist(), advantages, mask, strict=True):
         if ones is not None and values is not None and np.sum(ones):

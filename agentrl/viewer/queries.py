@@ -1,26 +1,22 @@
-"""What the pages and the terminal ask of runs: lists, curves, a step, a trajectory, its tokens."""
+"""Answer queries about whole runs: their curves, and lists of trajectories with filters.
+
+`steps.py` describes one step, `trajectories.py` one trajectory.
+"""
 
 import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from agentrl.errors import DataError
-from agentrl.viewer.index import Entry, FileIndex, read_token_rows
+from agentrl.viewer.index import Entry, FileIndex
 from agentrl.viewer.runs import RunReader, find_differences
 
-NUM_BINS = 24
-MAX_TOKENS = 500
-"""Tokens of one answer."""
 _SORTS = ("id", "reward", "tokens", "turns", "seconds", "calls", "step", "end", "source", "trained")
-_TOKEN_COLUMNS = (
-    "response_mask", "old_log_probs", "entropies", "ref_log_prob", "values", "token_level_scores",
-    "token_level_rewards", "advantages", "returns", "rollout_is_weights",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,246 +195,6 @@ def list_choices(run: RunReader, file: str = "") -> dict[str, Any]:
         "outcomes": sorted({call[1] for entry in entries for call in entry.calls}),
         "sources": sorted({entry.source for entry in entries}),
     }
-
-
-# A step
-
-
-def describe_step(run: RunReader, label: str, *, max_groups: int = 200) -> dict[str, Any]:
-    """Return distributions, groups, slow requests and failures of one file."""
-    index = run.index(label)
-    entries = index.entries
-    ends = Counter(entry.end for entry in entries)
-    groups = _groups(index)
-    return {
-        "label": label,
-        "num": len(entries),
-        "damaged": index.damaged,
-        "histograms": [
-            {"name": "reward", "unit": "", **histogram([one.reward for one in entries])},
-            {"name": "response", "unit": "tokens", **histogram([one.tokens for one in entries])},
-            {"name": "turns", "unit": "turns", **histogram([one.turns for one in entries])},
-            {"name": "duration", "unit": "s", **histogram([one.seconds for one in entries])},
-        ],
-        "ends": ends.most_common(),
-        "tools": _tool_rows(entries),
-        "groups": groups[:max_groups],
-        "num_groups": len(groups),
-        "slowest": [entry.shown() for entry in sorted(entries, key=lambda one: -one.seconds)[:10]],
-        "failures": _failures(entries),
-    }
-
-
-def histogram(values: Sequence[float | None]) -> dict[str, Any]:
-    """Count values in bins of equal width; whole numbers of a small range have a bin each."""
-    known = np.array([value for value in values if value is not None], dtype=float)
-    known = known[np.isfinite(known)]
-    missing = len(values) - len(known)
-    if not len(known):
-        return {"edges": [], "counts": [], "missing": missing}
-    low, high = float(known.min()), float(known.max())
-    is_whole = bool((known == np.round(known)).all()) and high - low < NUM_BINS
-    edges = (
-        np.arange(low, high + 2) - 0.5
-        if is_whole
-        else np.linspace(low, high if high > low else low + 1, NUM_BINS + 1)
-    )
-    counts = np.histogram(known, edges)[0]
-    quantiles = np.quantile(known, [0.5, 0.95])
-    return {
-        "edges": edges.tolist(),
-        "counts": counts.tolist(),
-        "missing": missing,
-        "is_whole": is_whole,
-        "mean": float(known.mean()),
-        "min": low,
-        "median": float(quantiles[0]),
-        "p95": float(quantiles[1]),
-        "max": high,
-    }
-
-
-def _tool_rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    times: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for entry in entries:
-        for name, outcome, queued, worked in entry.calls:
-            outcomes[name][outcome] += 1
-            times[name].append((queued, worked))
-    return [
-        {
-            "tool": name,
-            "calls": counts.total(),
-            "outcomes": counts.most_common(),
-            "queue_s": float(np.mean([queued for queued, _ in times[name]])),
-            "work_s": float(np.mean([worked for _, worked in times[name]])),
-            "max_work_s": max(worked for _, worked in times[name]),
-        }
-        for name, counts in sorted(outcomes.items())
-    ]
-
-
-def _groups(index: FileIndex) -> list[dict[str, Any]]:
-    by_uid: defaultdict[str, list[Entry]] = defaultdict(list)
-    for entry in index.entries:
-        by_uid[entry.uid].append(entry)
-    rows = []
-    for uid, members in by_uid.items():
-        rewards = [one.reward for one in members if one.reward is not None]
-        samples = [
-            {
-                "id": one.id,
-                "reward": one.reward,
-                "advantage": index.advantages.get(one.request_id),
-                "end": one.end,
-                "is_failed": one.state == "failed",
-            }
-            for one in sorted(members, key=lambda one: one.sample)
-        ]
-        mean = sum(rewards) / len(rewards) if rewards else None
-        spread = max(rewards) - min(rewards) if rewards else 0.0
-        rows.append({"uid": uid, "mean": mean, "spread": spread, "samples": samples})
-    rows.sort(key=lambda row: -row["spread"])
-    return rows
-
-
-def _failures(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    found: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
-    for entry in entries:
-        if entry.state == "failed":
-            found[entry.fault, entry.message].append(entry)
-    rows = sorted(found.items(), key=lambda item: -len(item[1]))
-    return [
-        {"fault": fault, "message": message[:500], "num": len(members), "id": members[0].id}
-        for (fault, message), members in rows[:50]
-    ]
-
-
-# A trajectory
-
-
-def describe_trajectory(run: RunReader, entry_id: str) -> dict[str, Any]:
-    """Return the conversation, turns, rewards and neighbors of a trajectory."""
-    index, entry = run.entry(entry_id)
-    saved = index.read(entry)
-    request = saved["request"]
-    sequences = [*request["branches"], request]
-    group = sorted((e for e in index.entries if e.uid == entry.uid), key=lambda e: e.sample)
-    ranked = sorted(
-        (one for one in index.entries if one.reward is not None and one.reward == one.reward),
-        key=lambda one: (one.reward, one.offset),
-    )
-    rank = next((i for i, one in enumerate(ranked) if one.id == entry.id), None)
-    place = index.entries.index(entry)
-    around = {
-        "worse": ranked[rank - 1].id if rank else None,
-        "better": ranked[rank + 1].id if rank is not None and rank + 1 < len(ranked) else None,
-        "previous": index.entries[place - 1].id if place else None,
-        "next": index.entries[place + 1].id if place + 1 < len(index.entries) else None,
-    }
-    rewards = ("reward", "agent_reward", "rm_score", "tool_rewards", "reward_extra_info")
-    return {
-        **entry.shown(),
-        "advantage": index.advantages.get(entry.request_id),
-        "file": entry.id.rpartition(":")[0],
-        "messages": request["messages"],
-        "sequences": [_describe_sequence(one) for one in sequences],
-        "rewards": {"combined_reward": entry.reward} | {key: request.get(key) for key in rewards},
-        "ground_truth": request["ground_truth"],
-        "dropped": request.get("dropped"),
-        "error": request["error"],
-        "around": around,
-        "group": [one.shown() for one in group],
-        "same_row": [one.shown() for one in _same_row(run, entry)],
-        "has_tokenizer": run.tokenizer is not None,
-    }
-
-
-def _describe_sequence(request: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "request_id": request["request_id"],
-        "cause": request.get("branch_cause"),
-        "messages": request["messages"],
-        "turns": request["turns"],
-        "num_prompt_tokens": len(request["prompt_ids"]),
-        "num_tokens": len(request["response_ids"]),
-    }
-
-
-def _same_row(run: RunReader, entry: Entry) -> list[Entry]:
-    kind = entry.id.rpartition("_")[0]
-    found = [
-        one
-        for index in run.indexed().values()
-        for one in index.entries
-        if one.row == entry.row and one.step != entry.step and one.id.rpartition("_")[0] == kind
-    ]
-    return sorted(found, key=lambda one: (one.step, one.sample))[:100]
-
-
-def list_tokens(
-    run: RunReader, entry_id: str, *, sequence: int = -1, start: int = 0
-) -> dict[str, Any]:
-    """Return at most `MAX_TOKENS` response tokens of one sequence, with all that is known of each.
-
-    Args:
-        run: The run.
-        entry_id: The trajectory.
-        sequence: Index of the sequence; -1 for the last one.
-        start: Index of the first token.
-    """
-    index, entry = run.entry(entry_id)
-    request = index.read(entry)["request"]
-    one = [*request["branches"], request][sequence]
-    ids, end = one["response_ids"], start + MAX_TOKENS
-    trained = [
-        row
-        for row in read_token_rows(index.path, [one["request_id"]])
-        if len(row["response_mask"]) == len(ids)
-    ]
-    columns: dict[str, list[Any]] = {
-        "id": ids[start:end],
-        "mask": one["loss_mask"][start:end],
-        "rollout_log_probs": one["rollout_log_probs"][start:end],
-    }
-    for name in _TOKEN_COLUMNS:
-        values = trained[0].get(name) if trained else None
-        if values is not None:
-            columns[name] = values[start:end]
-    if "old_log_probs" in columns:
-        columns["ratio"] = [
-            math.exp(min(old - new, 50)) if is_one else None
-            for old, new, is_one in zip(
-                columns["old_log_probs"], columns["rollout_log_probs"], columns["mask"], strict=True
-            )
-        ]
-    columns["version"] = list(_versions(one["turns"], start, min(end, len(ids))))
-    tokenizer = run.tokenizer
-    if tokenizer is not None:
-        columns["text"] = [
-            tokenizer.decode([token], skip_special_tokens=False) for token in columns["id"]
-        ]
-    turns = [
-        {"role": turn["role"], "start": turn["start"], "end": turn["end"]} for turn in one["turns"]
-    ]
-    return {
-        "start": start,
-        "num": len(ids),
-        "columns": columns,
-        "turns": turns,
-        "has_training": bool(trained),
-    }
-
-
-def _versions(turns: Sequence[Mapping[str, Any]], start: int, end: int) -> Iterator[int | None]:
-    known = {
-        turn["start"] + position: version
-        for turn in turns
-        for version, first, last in turn["weight_versions"]
-        for position in range(first, last)
-        if start <= turn["start"] + position < end
-    }
-    return (known.get(position) for position in range(start, end))
 
 
 def to_json(value: Any) -> str:

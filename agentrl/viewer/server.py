@@ -1,7 +1,8 @@
 """Serve the pages on the loopback interface. The address holds a random token.
 
-    GET /TOKEN/                 the page (`static/`)
-    GET /TOKEN/api/NAME?...     JSON of `queries.py`
+    GET /TOKEN/                                 the page (`static/`)
+    GET /TOKEN/api/NAME?...                     JSON of `queries.py`, `steps.py`, `trajectories.py`
+    GET /TOKEN/picture?run=0&file=...&name=...  an image or video that a line of the file names
 
 Any other path, and a request with another `Host` than the server's address, gets 403.
 """
@@ -20,6 +21,8 @@ from agentrl.errors import DataError
 from agentrl.viewer import queries
 from agentrl.viewer.queries import Filters, read_number
 from agentrl.viewer.runs import RunReader
+from agentrl.viewer.steps import describe_step
+from agentrl.viewer.trajectories import describe_trajectory, list_tokens
 
 STATIC = Path(__file__).parent / "static"
 STATIC_FILES = {
@@ -105,13 +108,16 @@ class ViewServer:
             body = (STATIC / name).read_bytes()
             return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
         try:
-            value = await asyncio.to_thread(
+            if path == "picture":
+                body = await asyncio.to_thread(_read_picture, self._runs, request.query)
+                return web.Response(body=body, content_type="image/png", headers=_HEADERS)
+            text = await asyncio.to_thread(
                 answer, self._runs, path.removeprefix("api/"), request.query
             )
-        except (DataError, LookupError) as error:
+        except (DataError, LookupError, OSError) as error:
             text = queries.to_json({"error": f"not found: {error}"})
             return web.Response(status=404, text=text, headers=_HEADERS)
-        return web.Response(text=value, content_type="application/json", headers=_HEADERS)
+        return web.Response(text=text, content_type="application/json", headers=_HEADERS)
 
 
 def answer(runs: Sequence[RunReader], name: str, query: Mapping[str, str]) -> str:
@@ -134,9 +140,9 @@ def answer(runs: Sequence[RunReader], name: str, query: Mapping[str, str]) -> st
             limit=min(_index(query, "limit", 50), _MAX_ROWS),
         ),
         "choices": lambda: queries.list_choices(run, query.get("file", "")),
-        "step": lambda: queries.describe_step(run, query["file"]),
-        "trajectory": lambda: queries.describe_trajectory(run, query["id"]),
-        "tokens": lambda: queries.list_tokens(
+        "step": lambda: describe_step(run, query["file"]),
+        "trajectory": lambda: describe_trajectory(run, query["id"]),
+        "tokens": lambda: list_tokens(
             run,
             query["id"],
             sequence=_index(query, "sequence"),
@@ -144,6 +150,11 @@ def answer(runs: Sequence[RunReader], name: str, query: Mapping[str, str]) -> st
         ),
     }
     return queries.to_json(by_name[name]())
+
+
+def _read_picture(runs: Sequence[RunReader], query: Mapping[str, str]) -> bytes:
+    """Read a picture that the lines of a rollout file name."""
+    return runs[_index(query, "run")].index(query["file"]).picture(query["name"]).read_bytes()
 
 
 def _index(query: Mapping[str, str], key: str, default: int = 0) -> int:

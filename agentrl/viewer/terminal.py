@@ -8,8 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.errors import printable
-from agentrl.viewer.queries import Filters, describe_step, list_runs, list_trajectories
+from agentrl.viewer.queries import Filters, list_runs, list_trajectories
 from agentrl.viewer.runs import RunReader
+from agentrl.viewer.steps import describe_step
 
 
 def print_lists(

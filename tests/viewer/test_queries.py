@@ -10,9 +10,11 @@ import pytest
 from agentrl.errors import ConfigError, DataError
 from agentrl.rollout.states import StopReason
 from agentrl.trainer.rollouts.files import read_trajectories
-from agentrl.viewer import queries
+from agentrl.viewer import queries, trajectories
 from agentrl.viewer.queries import Filters
 from agentrl.viewer.runs import RunReader, find_differences
+from agentrl.viewer.steps import describe_step, histogram
+from agentrl.viewer.trajectories import describe_trajectory, list_tokens
 from tests.fakes.viewer_runs import append_metrics, conversation, make_line, write_view_run
 
 STEP = "rollouts/step_000002"
@@ -129,7 +131,7 @@ def test_curves_have_four_axes(run: RunReader):
 
 
 def test_a_step_has_distributions_groups_and_failures(run: RunReader):
-    step = queries.describe_step(run, STEP)
+    step = describe_step(run, STEP)
     assert step["num"] == 16
     assert all(sum(one["counts"]) + one["missing"] == 16 for one in step["histograms"])
     assert sum(number for _, number in step["ends"]) == 16
@@ -141,25 +143,25 @@ def test_a_step_has_distributions_groups_and_failures(run: RunReader):
 
 @pytest.mark.parametrize("values", [[1.0], [2, 2, 2], [0.5, 0.25], [None, 1], [1e-3, 1e9]])
 def test_a_histogram_counts_every_value(values: list[float | None]):
-    bins = queries.histogram(values)
+    bins = histogram(values)
     assert sum(bins["counts"]) + bins["missing"] == len(values)
     assert len(bins["edges"]) == len(bins["counts"]) + 1
 
 
 def test_a_trajectory_has_neighbors_by_reward(run: RunReader):
     ranked = listed(run, file=STEP, sort="reward")
-    around = queries.describe_trajectory(run, ranked[3]["id"])["around"]
+    around = describe_trajectory(run, ranked[3]["id"])["around"]
     assert (around["worse"], around["better"]) == (ranked[2]["id"], ranked[4]["id"])
 
 
 def test_the_same_row_is_found_in_other_steps(run: RunReader):
-    shown = queries.describe_trajectory(run, f"{STEP}:0")
+    shown = describe_trajectory(run, f"{STEP}:0")
     assert {one["step"] for one in shown["same_row"]} == {1, 3}
     assert len(shown["group"]) == 8
 
 
 def test_tokens_have_text_mask_and_what_training_computed(run: RunReader):
-    tokens = queries.list_tokens(run, f"{STEP}:0")
+    tokens = list_tokens(run, f"{STEP}:0")
     columns = tokens["columns"]
     assert {len(values) for values in columns.values()} == {tokens["num"]}
     assert "".join(columns["text"]).startswith("Let me compute.")
@@ -170,7 +172,7 @@ def test_tokens_have_text_mask_and_what_training_computed(run: RunReader):
 
 def test_tokens_are_shown_as_ids_without_a_tokenizer(folder: Path):
     (folder / "model" / "tokenizer.json").unlink()
-    assert "text" not in queries.list_tokens(RunReader(folder), f"{STEP}:0")["columns"]
+    assert "text" not in list_tokens(RunReader(folder), f"{STEP}:0")["columns"]
 
 
 def test_tokens_of_another_attempt_are_not_shown(folder: Path):
@@ -179,15 +181,15 @@ def test_tokens_of_another_attempt_are_not_shown(folder: Path):
     for key, value in (("loss_mask", 1), ("response_ids", 65), ("rollout_log_probs", -1.0)):
         line["request"][key].append(value)
     path.write_text(json.dumps(line) + "\n")
-    tokens = queries.list_tokens(RunReader(folder), f"{STEP}:0")
-    assert not tokens["has_training"]
+    tokens = list_tokens(RunReader(folder), f"{STEP}:0")
+    assert tokens["note"] == "the sequence was not in the batch"
     assert "ratio" not in tokens["columns"]
 
 
 def test_tokens_of_a_sequence_are_paged(run: RunReader, monkeypatch: pytest.MonkeyPatch):
-    whole = queries.list_tokens(run, f"{STEP}:0")["columns"]
-    monkeypatch.setattr(queries, "MAX_TOKENS", 10)
-    page = queries.list_tokens(run, f"{STEP}:0", start=20)
+    whole = list_tokens(run, f"{STEP}:0")["columns"]
+    monkeypatch.setattr(trajectories, "MAX_TOKENS", 10)
+    page = list_tokens(run, f"{STEP}:0", start=20)
     assert page["columns"] == {key: values[20:30] for key, values in whole.items()}
 
 
