@@ -101,11 +101,12 @@ class FileIndex:
         Raises:
             LookupError: If no line names it, or it is not a file in the folder of pictures.
         """
-        folder = self.path.parent.resolve()
-        path = (folder / name).resolve()  # a link may lead to another folder
-        if name not in self.pictures or path != folder / name or not path.is_file():
-            raise LookupError(name)
-        return path
+        if name in self.pictures:
+            folder = self.path.parent.resolve()
+            path = (folder / name).resolve()  # a link may lead to another folder
+            if path == folder / name and path.is_file():
+                return path
+        raise LookupError(name)
 
     def has_picture(self, name: Any) -> bool:
         """Return whether `picture` returns a file."""

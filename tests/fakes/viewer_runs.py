@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -17,11 +18,12 @@ from agentrl.messages import FunctionCall, Message, ToolCall
 from agentrl.rollout.records import CallRecord
 from agentrl.rollout.states import StopReason
 from agentrl.trainer.rollouts.files import rollout_path, to_line
-from agentrl.trainer.rollouts.pictures import PictureCollector
+from agentrl.trainer.rollouts.pictures import PictureCollector, write_pictures
 from agentrl.trainer.rollouts.token_files import TOKENS_VERSION, token_path
 from tests.fakes.finished_requests import append_answer, finish_request, start_request
 
 GROUP = 8
+ANSWERED = StopReason.ANSWERED
 QUESTIONS = (
     "A train has 12 cars with 48 seats each. How many seats are there?",
     "Ines has 83 stamps, buys 38 more and loses 78. How many are left?",
@@ -43,6 +45,14 @@ def write_view_run(
     if not is_live:
         (folder / "summary.json").write_text("{}")
     return folder
+
+
+def grow(folder: Path, steps: range, per_step: int) -> None:
+    """Append steps to a run, as a run that trains does: the rollouts, then the line of metrics."""
+    draw = random.Random(steps.start)
+    for step in steps:
+        write_step(folder, step, per_step, draw)
+        append_metrics(folder, step, draw)
 
 
 def write_config(folder: Path, *, seed: int) -> None:
@@ -127,6 +137,49 @@ def write_step(folder: Path, step: int, num: int, draw: random.Random) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text("".join(lines))
     draft.rename(path)
+
+
+def write_picture_step(folder: Path, step: int, num: int = 2) -> list[str]:
+    """Write trajectories with a picture in the prompt and one of the tool; returns all names."""
+    collector, lines, names = PictureCollector(), list[str](), list[str]()
+    for number in range(num):
+        pictures = [
+            collector.plain(Image.new("RGB", size, (40 * number, 90, 160)))
+            for size in ((640, 480), (24, 24 + number))
+        ]
+        line = json.loads(
+            make_line(conversation("Which color?", "a part", "blue"), "blue", reason=ANSWERED)
+        )
+        request = line["request"]
+        line["step"], request["request_id"] = step, f"train-{step}-{number}"
+        num_prompt, reply = len(request["prompt_ids"]), request["turns"][1]
+        for message in (request["messages"][0], request["messages"][2]):
+            text = {"type": "text", "text": message["content"]}
+            message["content"] = [{"type": "image"}, text]
+        request["multi_modal_data"] = {"image": pictures}
+        request["media_runs"] = [
+            {
+                "start": 0,
+                "end": 6,
+                "kind": "image",
+                "index": 0,
+                "offset": 0,
+                "source": "a/plan.png",
+            },
+            {
+                "start": num_prompt + reply["start"],
+                "end": num_prompt + reply["end"],
+                "kind": "image",
+                "index": 1,
+                "offset": 0,
+                "source": "",
+            },
+        ]
+        names += [picture[key] for picture in pictures for key in ("path", "thumbnail")]
+        lines.append(json.dumps(line) + "\n")
+    rollout_path(folder / "rollouts", step).write_text("".join(lines))
+    write_pictures(folder / "rollouts", collector.take())
+    return names
 
 
 def vary_line(line: dict[str, Any], step: int, number: int, draw: random.Random) -> None:

@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from tests.fakes.viewer_runs import (
     append_metrics,
     conversation,
     make_line,
+    write_picture_step,
     write_step,
     write_view_run,
 )
@@ -156,6 +159,26 @@ def wait_for_files(tab: Tab) -> None:
     )
 
 
+def first_paint(tab: Tab) -> float:
+    """Return the seconds until the page showed something."""
+    name = "first-contentful-paint"
+    return float(tab.page.evaluate(f"performance.getEntriesByName('{name}')[0].startTime")) / 1000
+
+
+def time_filter(tab: Tab, selector: str, value: str, before: int) -> float:
+    """Set a filter; return the seconds until the list has another number of trajectories."""
+    script = """([selector, value, before]) => new Promise((resolve) => {
+      const start = performance.now(), field = document.querySelector(selector);
+      const count = document.getElementById("count");
+      new MutationObserver(() => {
+        if (count.dataset.total !== before) resolve(performance.now() - start);
+      }).observe(count, { attributes: true });
+      field.value = value;
+      field.dispatchEvent(new Event(field.tagName === "SELECT" ? "change" : "input"));
+    })"""
+    return float(tab.page.evaluate(script, [selector, value, str(before)])) / 1000
+
+
 PAGES = ("runs", "step", "list?file=all", f"trajectory?id={FILE}:17")
 
 
@@ -164,9 +187,7 @@ def test_each_page_opens_without_errors_and_soon(address: str, make_tab: Any, sc
     for fragment in PAGES:
         tab = make_tab(scheme=scheme)
         tab.open(address, fragment)
-        paint_s = tab.page.evaluate(
-            "performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000"
-        )
+        paint_s = first_paint(tab)
         start = time.perf_counter()
         tab.open(address, fragment)
         ready_s = time.perf_counter() - start
@@ -196,16 +217,7 @@ def test_filters_of_10_000_trajectories(address: str, make_tab: Any):
         ("#end", "failed"), ("#source", "gsm8k"), ("#min_reward", "0.5"), ("#search", "it is 5"),
     ):  # fmt: skip
         before = count(tab)
-        script = """([selector, value, before]) => new Promise((resolve) => {
-          const start = performance.now(), field = document.querySelector(selector);
-          const count = document.getElementById("count");
-          new MutationObserver(() => {
-            if (count.dataset.total !== before) resolve(performance.now() - start);
-          }).observe(count, { attributes: true });
-          field.value = value;
-          field.dispatchEvent(new Event(field.tagName === "SELECT" ? "change" : "input"));
-        })"""
-        filter_s = tab.page.evaluate(script, [selector, value, str(before)]) / 1000
+        filter_s = time_filter(tab, selector, value, before)
         print(f"filter {selector}: {filter_s:.3f} s, {before:,} -> {count(tab):,}")
         assert filter_s < SLACK * FILTER_S
         assert 0 < count(tab) < before
@@ -294,6 +306,52 @@ def test_a_live_run_grows_on_the_page(tmp_path: Path, make_tab: Any):
         tab.check(address)
 
 
+GROW = (
+    "import sys; from pathlib import Path; from tests.fakes.viewer_runs import grow; "
+    "grow(Path(sys.argv[1]), range(6, 11), 1000)"
+)
+
+
+def test_10_000_trajectories_of_a_live_run_appear_without_a_reload(tmp_path: Path, make_tab: Any):
+    """Another process appends 5 steps of 1,000 trajectories while the page is open."""
+    folder = write_view_run(tmp_path / "live", num_steps=5, per_step=1000, is_live=True)
+    with serving(folder) as address:
+        curves, step, rows = (make_tab() for _ in range(3))
+        for tab, fragment in ((curves, "runs"), (step, "step"), (rows, "list?file=all")):
+            tab.open(address, fragment)
+            tab.page.evaluate("window.isSamePage = true")
+        path = curves.page.locator("svg path.curve.run-0").first
+        before = path.get_attribute("d")
+        started = time.perf_counter()
+        with subprocess.Popen([sys.executable, "-c", GROW, str(folder)]) as writer:
+            during = make_tab()
+            during.open(address, "list?file=all")
+            paint_s = first_paint(during)
+            during_s = time_filter(during, "#search", "it is 7", count(during))
+            assert writer.wait(timeout=300) == 0
+        written_s = time.perf_counter() - started
+        rows.wait_until("document.getElementById('count').dataset.total === '10000'")
+        seen_s = time.perf_counter() - started - written_s
+        filter_s = time_filter(rows, "#search", "it is 5", 10_000)
+        print(
+            f"live: first paint {paint_s:.3f} s, filter while it grows {during_s:.3f} s; 5,000 "
+            f"trajectories written in {written_s:.1f} s, all listed {seen_s:.1f} s later; filter "
+            f"of 10,000 {filter_s:.3f} s"
+        )
+        assert paint_s < SLACK * FIRST_PAINT_S
+        assert max(during_s, filter_s) < SLACK * FILTER_S
+        curves.wait_until("document.querySelector('#runs-table tbody td.num').innerText === '10'")
+        curves.settle()
+        assert path.get_attribute("d") != before
+        step.wait_until("document.querySelector('main').innerText.includes('5 newer')")
+        step.page.click("text=5 newer")
+        step.wait_until(f"document.getElementById('file').value === '{FILE}'")
+        for tab in (curves, step, rows):
+            assert tab.page.evaluate("window.isSamePage")
+        for tab in (curves, step, rows, during):
+            tab.check(address)
+
+
 SCRIPT = "<script>window.ran=1</script><img src=x onerror='window.ran=1'><svg onload=window.ran=1>"
 HOSTILE = (
     SCRIPT,
@@ -317,6 +375,8 @@ def write_hostile(folder: Path) -> None:
         request["turns"][0]["calls"][0].update(name=text[:200], message=text, outcome="crashed")
         request["turns"][0]["calls"][0]["arguments"] = {text[:200]: text}
         request["error"]["message"] = text
+        entry = {"path": text, "thumbnail": text, "width": text, "frames": text}
+        request["multi_modal_data"] = {text[:200]: [entry, text]}
         lines.append(json.dumps(line) + "\n")
     (folder / "rollouts" / "step_000009.jsonl").write_text("".join(lines))
 
@@ -349,6 +409,52 @@ def test_hostile_trajectories_are_inert(tmp_path: Path, make_tab: Any):
         tab.open(address, f"trajectory?id={label}:1")
         assert "\\u202eevil" in tab.page.inner_text(".conversation")
         tab.check(address)
+
+
+def test_pictures_of_a_trajectory_are_shown(tmp_path: Path, make_tab: Any):
+    folder = write_view_run(tmp_path / "run", num_steps=1)
+    write_picture_step(folder, 7)
+    export_runs([RunReader(folder)], tmp_path / "out", steps=[7])
+    exported = (tmp_path / "out" / "index.html").as_uri()
+    with serving(folder) as address:
+        for where, root in ((address, address), (exported, (tmp_path / "out").as_uri())):
+            tab = make_tab()
+            tab.open(where, "trajectory?id=rollouts/step_000007:0")
+            tab.wait_until("[...document.images].every((image) => image.naturalWidth > 0)")
+            sizes = "[...document.images].map((image) => [image.width, image.height])"
+            assert tab.page.evaluate(sizes) == [[256, 192], [24, 24]]
+            tab.page.keyboard.press("t")
+            tab.page.wait_for_selector(".token")
+            text = tab.page.inner_text(".conversation")
+            assert "[image: 6 tokens]" in text
+            assert "read from a/plan.png" in text
+            assert "[image: 4 tokens]" in tab.page.inner_text(".tokens")
+            tab.check(root)
+
+
+def test_a_step_is_compared_with_another_one(large: Path, address: str, make_tab: Any):
+    tab = make_tab()
+    tab.open(address, f"step?file={FILE}")
+    tab.page.select_option("#with", "0:rollouts/step_000009")
+    tab.page.wait_for_selector("#changes")
+    rewards = [
+        [json.loads(line)["combined_reward"] for line in path.read_text().splitlines()]
+        for path in (large / f"{FILE}.jsonl", large / "rollouts/step_000009.jsonl")
+    ]
+    here, there = (sum(values) / len(values) for values in rewards)
+    cells = tab.page.locator("#changes tbody tr").first.locator("td").all_inner_texts()
+    assert cells[:3] == ["reward", f"{here:.3g}", f"{there:.3g}"]
+    tab.check(address)
+
+
+def test_a_click_on_a_curve_opens_its_step(address: str, make_tab: Any):
+    tab = make_tab()
+    tab.open(address, "runs")
+    box = tab.page.locator(".charts svg").first.bounding_box()
+    tab.page.mouse.click(box["x"] + 54, box["y"] + box["height"] / 2)
+    tab.wait_until("location.hash.includes('step_000001')")
+    tab.settle()
+    tab.check(address)
 
 
 def test_an_export_opens_from_disk(tmp_path: Path, make_tab: Any):

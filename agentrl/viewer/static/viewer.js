@@ -6,6 +6,7 @@
   const PAGE_TOKENS = 500;
   const MAX_TEXT = 20000;
   const MAX_TOKEN = 80;
+  const MAX_THUMBNAIL = 256;
   const POLL_MS = 3000;
   const FIRST_METRICS = ["rollout/combined_reward/mean", "rollout/reward/mean", /^val\/.*\/success$/,
     "response_length/mean", "actor/entropy", "actor/grad_norm", "actor/ppo_kl", "timing_s/step"];
@@ -236,7 +237,7 @@
           ? get("curve", { run: one.run, name }) : { at: [], y: [] }))));
       }));
       charts.replaceChildren(...[...view.chosen].sort().filter((name) => curves.has(name)).map((name) => chart(name,
-        chartWidth(charts), curves.get(name).map((curve, i) => curve.at.map((at, j) => [axes[i][view.x][at], curve.y[j]])
+        chartWidth(charts), curves.get(name).map((curve, i) => curve.at.map((at, j) => [axes[i][view.x][at], curve.y[j], axes[i].step[at]])
           .filter(([x, y]) => typeof x === "number" && typeof y === "number")))));
       if (!view.chosen.size) charts.replaceChildren(h("p", { class: "dim" }, "Choose metrics in the list."));
     };
@@ -261,7 +262,7 @@
     return {
       title: "Runs", draw,
       update: () => { fillTable(); fillNames(); draw(); },
-      content: [table, h("h2", {}, "Curves"), controls,
+      content: [table, h("h2", {}, "Curves"), h("p", { class: "dim" }, "A click on a curve opens that step, if its rollouts were saved."), controls,
         h("div", { class: "columns" }, h("div", { class: "names" }, search, list), charts),
         ...differences()],
     };
@@ -280,10 +281,10 @@
   /** Smooth by an exponential mean that starts without bias. */
   function smoothed(points, factor) {
     let mean = 0, weight = 0;
-    return points.map(([x, y]) => {
+    return points.map(([x, y, step]) => {
       mean = factor * mean + (1 - factor) * y;
       weight = factor * weight + (1 - factor);
-      return [x, mean / weight];
+      return [x, mean / weight, step];
     });
   }
 
@@ -322,7 +323,14 @@
     return Math.round((all - 16 * (number - 1)) / number);
   }
 
-  /** Draw the curves of a metric, one for each run: `[[x, y], ...]`. */
+  /** Open the step of a point of a curve, if its rollouts were saved. */
+  function openStep(number, step) {
+    const ending = `/step_${String(step).padStart(6, "0")}`;
+    const file = known.runs[number].files.find((one) => one.label.endsWith(ending));
+    if (file) go("step", { run: number || "", file: file.label });
+  }
+
+  /** Draw the curves of a metric, one for each run: `[[x, y, step], ...]`. */
   function chart(name, width, series) {
     const height = 210, left = 52, right = 8, top = 6, bottom = 22;
     const note = h("span", { class: "dim" });
@@ -366,10 +374,20 @@
     svg.append(cursor);
     const last = () => { note.textContent = lines.map((points) => (points.length ? num(points[points.length - 1][1]) : "–")).join("  ·  "); };
     last();
-    svg.addEventListener("pointermove", (event) => {
+    /** Return the point of each curve that is nearest to the pointer along the x axis. */
+    const pointsAt = (event) => {
       const box = svg.getBoundingClientRect();
       const x = x0 + ((((event.clientX - box.left) / box.width) * width - left) / (width - left - right)) * (x1 - x0);
-      const near = lines.map((points) => points.reduce((best, point) => (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x) ? point : best), null));
+      return lines.map((points) => points.reduce((best, point) => (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x) ? point : best), null));
+    };
+    svg.addEventListener("click", (event) => {
+      const box = svg.getBoundingClientRect(), y = ((event.clientY - box.top) / box.height) * height;
+      const far = pointsAt(event).map((point) => (point ? Math.abs(py(point[1]) - y) : Infinity));
+      const number = far.indexOf(Math.min(...far));
+      openStep(number, pointsAt(event)[number][2]);
+    });
+    svg.addEventListener("pointermove", (event) => {
+      const near = pointsAt(event);
       const first = near.find(Boolean);
       cursor.setAttribute("x1", px(first[0]));
       cursor.setAttribute("x2", px(first[0]));
@@ -382,45 +400,91 @@
 
   // Step
 
-  /** Make the choice of a rollout file, with buttons for the one before and after. */
+  /** Make the choice of a rollout file, with buttons for the one before and after; `refresh` adds new files. */
   function fileChoice(file, onchange, withAll) {
-    const labels = run().files.map((one) => one.label);
-    const at = labels.indexOf(file);
-    const select = h("select", { id: "file", onchange: (e) => onchange(e.target.value) },
-      withAll ? h("option", { value: "", selected: !file }, "all") : null,
-      labels.map((label) => h("option", { value: label, selected: label === file }, label)));
-    const move = (by) => { if (at >= 0 && labels[at + by]) onchange(labels[at + by]); };
-    return { move, content: [h("label", {}, "File ", select),
-      h("button", { onclick: () => move(1), disabled: at < 0 || at + 1 >= labels.length, title: "Step before (←)" }, "←"),
-      h("button", { onclick: () => move(-1), disabled: at <= 0, title: "Step after (→)" }, "→")] };
+    const labels = () => run().files.map((one) => one.label);
+    const move = (by) => { const all = labels(), at = all.indexOf(file); if (at >= 0 && all[at + by]) onchange(all[at + by]); };
+    const select = h("select", { id: "file", onchange: (e) => onchange(e.target.value) });
+    const before = h("button", { onclick: () => move(1), title: "Step before (←)" }, "←");
+    const after = h("button", { onclick: () => move(-1), title: "Step after (→)" }, "→");
+    const refresh = () => {
+      const all = labels(), at = all.indexOf(file);
+      if (select.options.length !== all.length + (withAll ? 1 : 0)) {
+        select.replaceChildren(...(withAll ? [h("option", { value: "" }, "all")] : []), ...all.map((label) => h("option", { value: label }, label)));
+        select.value = file;
+      }
+      before.disabled = at < 0 || at + 1 >= all.length;
+      after.disabled = at <= 0;
+    };
+    refresh();
+    return { move, refresh, content: [h("label", {}, "File ", select), before, after] };
   }
 
   const noRollouts = () => h("p", { class: "dim" },
     "This run has no saved rollouts. Set trainer.rollout_data_dir to save them.");
 
   async function stepPage(at) {
-    if (!run().files.length) return { title: "Step", content: [noRollouts()] };
+    if (!run().files.length) return { title: "Step", content: [noRollouts()], update: () => run().files.length && show() };
     const file = at.file || run().files[0].label;
-    const step = await get("step", { run: runNumber(), file });
+    const [otherRun, otherFile] = (at.with || "").split(/:(.*)/);
+    const [step, other] = await Promise.all([get("step", { run: runNumber(), file }),
+      at.with ? get("step", { run: Number(otherRun), file: otherFile }) : null]);
     const choice = fileChoice(file, (value) => go("step", { run: at.run, file: value }));
     const list = (more) => link("list", { run: at.run, file, ...more });
-    const news = h("span", { class: "dim" });
-    const numFiles = run().files.length;
+    const news = h("a", {});
+    const showNews = () => {
+      const newer = run().files.findIndex((one) => one.label === file);
+      news.textContent = newer > 0 ? `${num(newer)} newer` : "";
+      news.href = link("step", { run: at.run, file: run().files[0].label });
+    };
+    showNews();
+    const more = step.num_groups > step.groups.length ? `The ${step.groups.length} of ${num(step.num_groups)} groups with the largest spread.` : "";
     return {
       title: `Step ${file}`,
       keys: { ArrowLeft: () => choice.move(1), ArrowRight: () => choice.move(-1) },
-      update: () => { if (run().files.length > numFiles) news.textContent = `${run().files.length - numFiles} newer, reload to choose`; },
+      update: () => { choice.refresh(); showNews(); },
       content: [
-        h("div", { class: "bar" }, choice.content, h("a", { href: list() }, `${num(step.num)} trajectories`), news,
+        h("div", { class: "bar" }, choice.content, compareChoice(at, file), h("a", { href: list() }, `${num(step.num)} trajectories`),
+          h("a", { href: list({ sort: "reward" }) }, "the worst first"), news,
           step.damaged.length ? h("span", { class: "bad" }, `${num(step.damaged.length)} damaged lines are left out`) : null),
+        ...(other ? changes(step, other, at) : []),
         h("div", { class: "four" }, step.histograms.map((one) => bars(one, file))),
         h("div", { class: "two" },
           h("section", {}, h("h2", {}, "Ends"), countTable("End", step.ends, step.num, (end) => list({ end }))),
           h("section", {}, h("h2", {}, "Tool calls"), toolTable(step.tools, list)),
           h("section", {}, h("h2", {}, "Slowest requests"), slowTable(step.slowest, at.run)),
           h("section", {}, h("h2", {}, "Failures"), failureTable(step.failures, at.run))),
-        h("h2", {}, "Groups"), groupTable(step, at.run)],
+        h("h2", {}, "Groups"), groupTable(step, at.run, more)],
     };
+  }
+
+  /** Make the choice of a step to compare with: of this run, or the same step of another one. */
+  function compareChoice(at, file) {
+    const options = known.runs.flatMap((one) => one.files
+      .filter(({ label }) => (one.run === runNumber() ? label !== file : label === file))
+      .map(({ label }) => h("option", { value: `${one.run}:${label}`, selected: at.with === `${one.run}:${label}` },
+        one.run === runNumber() ? label : `${visible(one.name)}: ${label}`)));
+    return h("label", {}, "Compare with ", h("select", { id: "with", onchange: (e) => go("step", { run: at.run, file, with: e.target.value }) },
+      h("option", { value: "" }, "nothing"), options));
+  }
+
+  function changes(step, other, at) {
+    const here = new Map(step.summary), there = new Map(other.summary);
+    const names = [...new Set([...here.keys(), ...there.keys()])];
+    const value = (figures, name) => figures.get(name) ?? (name.endsWith("share") ? 0 : null);
+    const shown = (name, x) => (name.endsWith("share") && x !== null ? `${fixed(100 * x, 1)} %` : num(x, 3));
+    const difference = (name) => {
+      const [a, b] = [value(here, name), value(there, name)];
+      if (a === null || b === null) return "–";
+      return `${a > b ? "+" : ""}${shown(name, a - b)}`;
+    };
+    const title = at.with.split(/:(.*)/)[1];
+    return [h("h2", {}, "Compared"), tableOf([
+      ["Figure", (name) => visible(name.replace(/, share$/, ""))],
+      ["This step", (name) => shown(name, value(here, name)), true],
+      [Number(at.with.split(":")[0]) === runNumber() ? title : visible(known.runs[Number(at.with.split(":")[0])].name), (name) => shown(name, value(there, name)), true],
+      ["Difference", difference, true],
+    ], names, "None.", { id: "changes" })];
   }
 
   function bars(bins, file) {
@@ -471,6 +535,7 @@
     ["Queue", (row) => seconds(row.queue_s), true],
     ["Work", (row) => seconds(row.work_s), true],
     ["Longest", (row) => seconds(row.max_work_s), true],
+    ["Sum", (row) => seconds(row.total_s), true],
   ], tools, "No tool was called.");
 
   const openLink = (row, runId, text) => h("a", { href: link("trajectory", { run: runId, id: row.id }) }, text);
@@ -489,8 +554,7 @@
     ["Message", (row) => openLink(row, runId, shorten(visible(row.message), 200))],
   ], rows, "No request failed.");
 
-  function groupTable(step, runId) {
-    const more = step.num_groups > step.groups.length ? `The ${step.groups.length} of ${num(step.num_groups)} groups with the largest spread.` : "";
+  function groupTable(step, runId, more) {
     return h("div", {}, h("p", { class: "dim" }, `Each sample: reward, and mean advantage of its trained tokens if it was saved. ${more}`),
       tableOf([
         ["Group", (row) => h("span", { class: "nowrap" }, visible(row.uid))],
@@ -520,10 +584,11 @@
     ["seconds", "Duration", (row) => seconds(row.seconds), true], ["source", "Source", (row) => visible(row.source)],
     ["", "Last answer", (row) => visible(row.excerpt)],
   ];
+  let lastList = "";
   const FILTERS = ["file", "end", "tool", "outcome", "source", "uid", "text", "min_reward", "max_reward", "sort"];
 
   async function listPage(at) {
-    if (!run().files.length) return { title: "Trajectories", content: [noRollouts()] };
+    if (!run().files.length) return { title: "Trajectories", content: [noRollouts()], update: () => run().files.length && show() };
     const filters = Object.fromEntries(FILTERS.map((key) => [key, at[key] || ""]));
     if (!("file" in at)) filters.file = run().files[0].label;
     if (at.file === "all") filters.file = "";
@@ -541,6 +606,7 @@
     const load = async () => {
       const mine = asked += 1;
       change({ ...filters, file: filters.file || "all", offset: offset || "" });
+      lastList = location.hash;
       const found = await get("list", { run: runNumber(), ...filters, offset, limit: PAGE_ROWS });
       if (mine !== asked) return;
       rows = found.rows;
@@ -580,6 +646,7 @@
     const search = h("input", { type: "search", id: "search", placeholder: "Find text (/)", "aria-label": "Find text", value: filters.text, oninput: (e) => set("text", e.target.value, 100) });
     return {
       title: "Trajectories", draw: load,
+      update: () => { choice.refresh(); if (!filters.file) load(); },
       keys: { j: () => select(selected + 1), k: () => select(selected - 1), Enter: () => open(selected),
         n: () => turn(1), p: () => turn(-1), ArrowLeft: () => choice.move(1), ArrowRight: () => choice.move(-1) },
       content: [h("div", { class: "bar" }, choice.content, search, pick("end", "End", choices.ends), pick("tool", "Tool", choices.tools),
@@ -617,7 +684,7 @@
     return {
       title: one.request_id,
       keys: { j: () => to(around.next), k: () => to(around.previous), "[": () => to(around.worse), "]": () => to(around.better),
-        t: flip, Escape: () => go("list", { run: at.run, file: one.file }) },
+        t: flip, Escape: () => { location.hash = lastList || link("list", { run: at.run, file: one.file }); } },
       draw: () => { scrollTo(0, 0); if (tokenView.isOpen) fillTokens(tokens, parameters, one); },
       content: [
         h("div", { class: "bar" }, h("a", { href: link("list", { run: at.run, file: one.file }) }, visible(one.file)),
@@ -671,7 +738,7 @@
   function conversation(one) {
     const parts = one.sequences.flatMap((sequence, i) => [
       one.sequences.length > 1 ? h("h2", {}, `Sequence ${i + 1} of ${one.sequences.length}${sequence.cause ? `: ${sequence.cause}` : ""}`) : h("h2", {}, "Conversation"),
-      timeline(sequence, one), ...messagesOf(sequence)]);
+      timeline(sequence, one), ...messagesOf(sequence, one.file), ...sequence.pictures.map((picture) => pictureOf(picture, one.file))]);
     return h("section", { class: "conversation" }, parts);
   }
 
@@ -695,7 +762,7 @@
   }
 
   /** Show messages; the last ones of the assistant are the sampled turns. */
-  function messagesOf(sequence) {
+  function messagesOf(sequence, file) {
     const sampled = sequence.turns.filter((turn) => turn.role === "assistant");
     const spoken = sequence.messages.filter((message) => message.role === "assistant").length;
     let at = sampled.length - spoken;
@@ -712,15 +779,34 @@
       }
       const calls = turn ? turn.calls.map(callBlock) : (message.tool_calls || []).map((call) => h("pre", { class: "call" }, visible(asText(call))));
       return h("div", { class: `message ${["assistant", "tool", "user"].includes(message.role) ? message.role : ""}` },
-        h("div", { class: "head" }, head), contentOf(message.content), calls);
+        h("div", { class: "head" }, head), contentOf(message.content, file), calls);
     });
   }
 
-  function contentOf(content) {
+  function contentOf(content, file) {
     if (content === null || content === "") return null;
     if (typeof content === "string") return textBlock(content);
-    return h("div", {}, content.map((part) => textBlock(part.type === "text" ? part.text : `[${part.type}] ${shorten(asText(part), 300)}`)));
+    return h("div", {}, content.map((part) => (part.picture ? pictureOf(part.picture, file)
+      : textBlock(part.type === "text" ? part.text : `[${part.type}] ${shorten(asText(part), 300)}`))));
   }
+
+  /** Show the thumbnail of an image or video, its tokens, size and file. */
+  function pictureOf(picture, file) {
+    const { width, height, frames, path, source } = picture, kind = shorten(visible(picture.kind), 40);
+    const title = picture.num_tokens ? `[${kind}: ${num(picture.num_tokens)} tokens]` : `[${kind}]`;
+    const about = [typeof width === "number" ? `${num(width)} x ${num(height)}` : null, frames ? `${num(frames)} frames` : null,
+      path, source ? `read from ${source}` : null, picture.has_files ? null : picture.text || "the file is missing"];
+    const note = h("figcaption", {}, title, h("span", { class: "dim" }, shorten(visible(about.filter(Boolean).join(", ")), 400)));
+    if (!picture.has_files) return h("figure", { class: "picture" }, note);
+    const scale = Math.min(1, MAX_THUMBNAIL / Math.max(width, height));
+    const small = h("img", { src: pictureAddress(file, picture.thumbnail), alt: `${kind} ${path}`, loading: "lazy",
+      width: Math.max(1, Math.round(width * scale)), height: Math.max(1, Math.round(height * scale)) });
+    return h("figure", { class: "picture" }, note, EXPORT ? small
+      : h("a", { href: pictureAddress(file, path), target: "_blank", rel: "noopener", title: "The whole picture" }, small));
+  }
+
+  const pictureAddress = (file, name) => (EXPORT ? `pictures/${runNumber()}/${name.split("/").pop()}`
+    : `picture?${queryOf({ run: runNumber(), file, name })}`);
 
   function callBlock(call) {
     return h("div", { class: "call" }, h("div", {}, h("b", {}, visible(call.name)), " ",
@@ -747,8 +833,11 @@
     const detail = h("div", { class: "detail", id: "token-detail" }, h("span", { class: "dim" }, "Point at a token, or choose one with a click and move with ← and →."));
     const flow = h("div", { class: "tokens", tabindex: "0", "aria-label": "Tokens" });
     const spans = columns.id.map((id, i) => {
+      const media = tokens.media.find((span) => span.start <= start + i && start + i < span.end);
       const text = columns.text ? shorten(visible(columns.text[i]), MAX_TOKEN) : `${id} `;
-      return h("span", { class: `token${columns.mask[i] ? "" : " observed"}`, "data-at": i }, text);
+      const isFirst = media && (i === 0 || media.start === start + i);
+      return h("span", { class: `token${columns.mask[i] ? "" : " observed"}`, "data-at": i, hidden: media && !isFirst },
+        isFirst ? `[${visible(media.kind)}: ${num(media.end - media.start)} tokens]` : text);
     });
     const paint = () => spans.forEach((span, i) => { span.style.background = colorOf(columns, tokenView.color, i); });
     const turnAt = new Map(tokens.turns.map((turn, i) => [turn.start - start, [turn, i]]));
@@ -777,7 +866,7 @@
       known.filter((name) => name !== "id" && name !== "version").map((name) => h("option", { value: name, selected: name === tokenView.color }, MEASURES[name][0])));
     paint();
     const notes = [columns.text ? null : "The tokenizer of the run's model is not on this machine: tokens are shown as ids.",
-      tokens.has_training ? null : "Nothing of training was saved for this sequence (it was not in the batch, or there is no file of tokens)."];
+      tokens.note ? `Values of training are missing: ${visible(tokens.note)}.` : null];
     const end = Math.min(start + PAGE_TOKENS, tokens.num);
     section.replaceChildren(h("h2", {}, "Response tokens"), h("div", { class: "bar" }, h("label", {}, "Color ", color),
       one.sequences.length > 1 ? h("label", {}, "Sequence ", h("select", { onchange: (e) => again(Number(e.target.value), 0) },
