@@ -231,7 +231,11 @@ def view(
     export: Annotated[Path | None, _option("Write the pages to this new folder.")] = None,
     terminal: Annotated[bool, typer.Option("--terminal", help="Print the lists.")] = False,
     step: Annotated[
-        list[int] | None, _option("Step to export or print, repeatable; default: the last one.")
+        list[int] | None,
+        _option(
+            "Step to export (repeatable) or print; a second one is compared with it. "
+            "Default: the last one."
+        ),
     ] = None,
     limit: Annotated[
         int | None,

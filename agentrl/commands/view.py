@@ -24,7 +24,7 @@ class ViewOptions:
     export: Path | None = None
     """A new folder for exported pages."""
     steps: Sequence[int] = ()
-    """Steps to export or to print; none: the last one."""
+    """Steps to export; or the step to print, and one to compare it with. None: the last one."""
     limit: int | None = None
     """Trajectories of a file that are exported or printed."""
     is_terminal: bool = False
@@ -58,15 +58,16 @@ def view_runs(folders: Sequence[Path], options: ViewOptions, say: Callable[[str]
 
 
 def _print(runs: Sequence[RunReader], options: ViewOptions) -> None:
-    filters = options.filters
-    if options.steps:
-        labels = {label for run in runs for label in run.find_files()}
-        file = f"step_{options.steps[0]:06d}"
-        found = [label for label in sorted(labels) if label.endswith(f"/{file}")]
+    labels = sorted({label for run in runs for label in run.find_files()})
+    chosen = ["", ""]
+    for place, step in enumerate(options.steps[:2]):
+        found = [label for label in labels if label.endswith(f"/step_{step:06d}")]
         if not found:
-            raise ConfigError(f"no rollouts of step {options.steps[0]}", expected="--step of a run")
-        filters = replace(filters, file=found[0])
-    print_lists(runs, filters, Console(highlight=False), limit=options.limit or 20)
+            raise ConfigError(f"no rollouts of step {step}", expected="--step of a run")
+        chosen[place] = found[0]
+    filters = replace(options.filters, file=chosen[0])
+    console = Console(highlight=False)
+    print_lists(runs, filters, console, limit=options.limit or 20, compared=chosen[1])
 
 
 async def _serve(runs: Sequence[RunReader], port: int, say: Callable[[str], None]) -> None:

@@ -191,7 +191,7 @@ def list_choices(run: RunReader, file: str = "") -> dict[str, Any]:
     entries = [entry for index in indexes for entry in index.entries]
     return {
         "ends": sorted({entry.end for entry in entries}),
-        "tools": sorted({call[0] for entry in entries for call in entry.calls}),
+        "tools": sorted({call[0] for entry in entries for call in entry.calls} - {""}),
         "outcomes": sorted({call[1] for entry in entries for call in entry.calls}),
         "sources": sorted({entry.source for entry in entries}),
     }

@@ -18,6 +18,7 @@ from agentrl.trainer.state.run_folder import LOCK_FILE, Owner
 from agentrl.viewer.index import Entry, FileIndex, index_file, signature_of
 
 _FILE = re.compile(r"(step|val|val_.+)_(\d{6,})\.jsonl")
+_FOLDER_KEY = "trainer.default_local_dir"
 _FOLDERS = ("rollouts", "val_rollouts", "validation", "skipped")
 """Subfolders of a run in which rollouts are also looked for: the run may have been moved."""
 
@@ -163,14 +164,25 @@ class RunReader:
 def find_differences(configs: list[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """Return the keys in which configurations differ, and the value of each.
 
+    The runs' own folders are no difference, and neither are files in them.
+
     Example:
         >>> find_differences([{"a": {"b": 1}}, {"a": {"b": 2}}])
         [('a.b', ['1', '2'])]
     """
-    flat = [dict(_leaves(config)) for config in configs]
+    flat = [_flatten(config) for config in configs]
     keys = sorted({key for leaves in flat for key in leaves})
     rows = [(key, [leaves.get(key, "not set") for leaves in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _flatten(config: Mapping[str, Any]) -> dict[str, str]:
+    leaves = dict(_leaves(config))
+    folder = leaves.get(_FOLDER_KEY, "").strip('"')
+    if not folder:
+        return leaves
+    own = re.compile(rf'(?<="){re.escape(folder)}(?=[/"])')
+    return {key: own.sub(f"${{{_FOLDER_KEY}}}", value) for key, value in leaves.items()}
 
 
 def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:

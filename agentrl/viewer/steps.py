@@ -111,9 +111,12 @@ def _summarize(entries: Sequence[Entry]) -> Iterator[tuple[str, float]]:
     for end, count in Counter(one.end or "none" for one in entries).items():
         yield f"end {end}, share", count / len(entries)
     for row in _tool_rows(entries):
-        outcomes = dict(row["outcomes"])
-        yield f"{row['tool']} not ok, share", 1 - outcomes.get("ok", 0) / row["calls"]
-        yield f"{row['tool']}, seconds of a call", row["work_s"]
+        name, num_ok = row["tool"], dict(row["outcomes"]).get("ok", 0)
+        yield f"{name or 'no name'}: calls", row["calls"]
+        if not name:  # calls that are malformed
+            continue
+        yield f"{name}: calls that are not ok, share", 1 - num_ok / row["calls"]
+        yield f"{name}: seconds at work of a call", row["work_s"]
 
 
 def _groups(index: FileIndex) -> list[dict[str, Any]]:

@@ -31,7 +31,9 @@ def describe_trajectory(run: RunReader, entry_id: str) -> dict[str, Any]:
         "dropped": request.get("dropped"),
         "error": request["error"],
         "around": _around(index, entry),
-        "group": [one.shown() for one in group],
+        "group": [
+            {**one.shown(), "advantage": index.advantages.get(one.request_id)} for one in group
+        ],
         "same_row": [one.shown() for one in _same_row(run, entry)],
     }
 

@@ -37,6 +37,21 @@ def test_the_terminal_sorts_and_filters(folder: Path):
     assert "train-2-7" in shown
 
 
+def test_the_terminal_compares_two_steps(folder: Path):
+    shown = view(folder, "--terminal", "--step", 3, "--step", 1)
+    steps, figures = shown.split("Compared")
+    assert "entropy" in steps
+    reward = next(line for line in figures.splitlines() if line.strip().startswith("reward"))
+    here, there, change = (float(cell) for cell in reward.split()[1:])
+    assert change == pytest.approx(here - there, abs=1e-3)
+
+
+def test_the_terminal_shows_how_configurations_differ(folder: Path, tmp_path: Path):
+    other = write_view_run(tmp_path / "other", num_steps=2, seed=1)
+    shown = view(folder, other, "--terminal", "--limit", 1)
+    assert re.search(r"actor\.lr +1e-06 +2e-06", shown)
+
+
 def test_control_characters_do_not_reach_the_terminal(folder: Path):
     path = folder / "rollouts" / "step_000003.jsonl"
     text = re.sub(r'It is 4\.[^"]*', r"\\u001b[2J\\u202eevil", path.read_text())

@@ -201,6 +201,20 @@ def test_differences_name_the_keys_that_differ():
     ]
 
 
+def test_files_in_the_own_folder_of_each_run_are_no_difference():
+    first, second = (
+        {
+            "trainer": {"default_local_dir": folder},
+            "model": {"path": f"{folder}/policy"},
+            "d": [data],
+        }
+        for folder, data in (("/runs/a", "/runs/ab/x"), ("/runs/b", "/runs/b/x"))
+    )
+    assert find_differences([first, second]) == [
+        ("d", ['["/runs/ab/x"]', '["${trainer.default_local_dir}/x"]'])
+    ]
+
+
 def test_numbers_that_are_not_finite_become_text():
     assert queries.to_json({"a": [float("nan"), (1.5,)]}) == '{"a": ["nan", [1.5]]}'
 

@@ -211,8 +211,8 @@
   async function runsPage() {
     const names = () => [...new Set(known.runs.flatMap((one) => one.names))].sort();
     if (view.chosen === null) {
-      const isFirst = (name) => FIRST_METRICS.some((want) => (want.test ? want.test(name) : want === name));
-      view.chosen = new Set(names().filter(isFirst).slice(0, 8));
+      const found = (want) => names().filter((name) => (want.test ? want.test(name) : want === name));
+      view.chosen = new Set(FIRST_METRICS.flatMap(found).slice(0, 8));
     }
     const list = h("ul", { "aria-label": "Metrics" });
     const charts = h("div", { class: "charts" });
@@ -222,7 +222,7 @@
       const found = names().filter((name) => words.every((word) => name.toLowerCase().includes(word)));
       list.replaceChildren(...found.map((name) => h("li", {}, h("label", {},
         h("input", { type: "checkbox", checked: view.chosen.has(name), onchange: (event) => {
-          if (event.target.checked) view.chosen.add(name); else view.chosen.delete(name);
+          if (event.target.checked) view.chosen = new Set([name, ...view.chosen]); else view.chosen.delete(name);
           draw();
         } }), visible(name)))));
     };
@@ -236,7 +236,7 @@
         curves.set(name, await Promise.all(known.runs.map((one) => (one.names.includes(name)
           ? get("curve", { run: one.run, name }) : { at: [], y: [] }))));
       }));
-      charts.replaceChildren(...[...view.chosen].sort().filter((name) => curves.has(name)).map((name) => chart(name,
+      charts.replaceChildren(...[...view.chosen].filter((name) => curves.has(name)).map((name) => chart(name,
         chartWidth(charts), curves.get(name).map((curve, i) => curve.at.map((at, j) => [axes[i][view.x][at], curve.y[j], axes[i].step[at]])
           .filter(([x, y]) => typeof x === "number" && typeof y === "number")))));
       if (!view.chosen.size) charts.replaceChildren(h("p", { class: "dim" }, "Choose metrics in the list."));
@@ -254,7 +254,8 @@
         Object.entries(AXES).map(([key, name]) => h("option", { value: key, selected: view.x === key }, name)))),
       control("Smoothing", h("input", { id: "smooth", type: "range", min: 0, max: 0.98, step: 0.02, value: view.smooth,
         oninput: (e) => { view.smooth = Number(e.target.value); draw(); } })),
-      h("label", {}, h("input", { id: "log", type: "checkbox", checked: view.log, onchange: (e) => { view.log = e.target.checked; draw(); } }), " Log scale"));
+      h("label", {}, h("input", { id: "log", type: "checkbox", checked: view.log, onchange: (e) => { view.log = e.target.checked; draw(); } }), " Log scale"),
+      h("span", { class: "dim" }, "A click on a curve opens its step."));
     fillNames();
     fillTable();
     const search = h("input", { type: "search", id: "search", placeholder: "Find a metric (/)", value: view.search, "aria-label": "Find a metric",
@@ -262,9 +263,8 @@
     return {
       title: "Runs", draw,
       update: () => { fillTable(); fillNames(); draw(); },
-      content: [table, h("h2", {}, "Curves"), h("p", { class: "dim" }, "A click on a curve opens that step, if its rollouts were saved."), controls,
-        h("div", { class: "columns" }, h("div", { class: "names" }, search, list), charts),
-        ...differences()],
+      content: [table, ...differences(), h("h2", {}, "Curves"), controls,
+        h("div", { class: "columns" }, h("div", { class: "names" }, search, list), charts)],
     };
   }
 
@@ -272,10 +272,9 @@
     if (known.runs.length < 2) return [];
     const rows = known.differences;
     const head = h("tr", {}, h("th", {}, "Key"), known.runs.map((one) => h("th", {}, h("span", { class: `swatch run-${one.run % 6}` }), visible(one.name))));
-    return [h("h2", {}, "Differences between the configurations"), rows.length
-      ? h("div", { class: "scroll" }, h("table", { id: "differences" }, h("thead", {}, head),
-        h("tbody", {}, rows.map(([key, values]) => h("tr", {}, h("td", {}, visible(key)), values.map((value) => h("td", {}, visible(value))))))))
-      : h("p", { class: "dim" }, "None.")];
+    return [h("details", { class: "differences", open: rows.length <= 12 }, h("summary", {}, `Keys in which the configurations differ (${num(rows.length)})`),
+      h("div", { class: "scroll" }, h("table", { id: "differences" }, h("thead", {}, head),
+        h("tbody", {}, rows.map(([key, values]) => h("tr", {}, h("td", {}, visible(key)), values.map((value) => h("td", {}, shorten(visible(value), 200)))))))))];
   }
 
   /** Smooth by an exponential mean that starts without bias. */
@@ -372,7 +371,8 @@
     });
     const cursor = h("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" });
     svg.append(cursor);
-    const last = () => { note.textContent = lines.map((points) => (points.length ? num(points[points.length - 1][1]) : "–")).join("  ·  "); };
+    const values = (points) => points.map((point, i) => h("span", { class: `value run-${i % 6}` }, point ? num(point[1]) : "–"));
+    const last = () => note.replaceChildren(...values(lines.map((points) => points[points.length - 1])));
     last();
     /** Return the point of each curve that is nearest to the pointer along the x axis. */
     const pointsAt = (event) => {
@@ -392,7 +392,7 @@
       cursor.setAttribute("x1", px(first[0]));
       cursor.setAttribute("x2", px(first[0]));
       cursor.setAttribute("visibility", "visible");
-      note.textContent = `${AXES[view.x]} ${num(first[0])}: ${near.map((point) => (point ? num(point[1]) : "–")).join("  ·  ")}`;
+      note.replaceChildren(`${AXES[view.x]} ${num(first[0])}: `, ...values(near));
     });
     svg.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); last(); });
     return h("figure", {}, head, svg);
@@ -528,7 +528,7 @@
   ], counts, "None.");
 
   const toolTable = (tools, list) => tableOf([
-    ["Tool", (row) => h("a", { href: list({ tool: row.tool }) }, visible(row.tool))],
+    ["Tool", (row) => (row.tool ? h("a", { href: list({ tool: row.tool }) }, visible(row.tool)) : "no name")],
     ["Calls", (row) => num(row.calls), true],
     ["Outcomes", (row) => row.outcomes.flatMap(([outcome, count]) => [
       h("a", { class: `nowrap ${outcomeClass(outcome)}`, href: list({ tool: row.tool, outcome }) }, `${outcome} ${num(count)}`), " "])],
@@ -743,12 +743,12 @@
   }
 
   function timeline(sequence, one) {
-    const total = sequence.turns.reduce((sum, turn) => sum + turn.seconds, 0);
+    const total = sequence.turns.reduce((sum, turn) => sum + turn.seconds, 0) || 1e-9;
     const names = { assistant: "sampling", tool: "tools", user: "interaction" };
     const rest = one.sequences.length === 1 ? Math.max(0, one.seconds - total) : 0;
     const span = (kind, name, size, note) => {
       const part = h("span", { class: kind, title: `${note}: ${seconds(size)}` }, size > 0.12 * (total + rest) ? seconds(size) : "");
-      part.style.flex = `${Math.max(size, 1e-6)} 1 0`;
+      part.style.flex = `${1000 * Math.max(size / (total + rest), 1e-6)} 1 0`;
       return part;
     };
     const used = [...new Set(sequence.turns.map((turn) => turn.role))];
