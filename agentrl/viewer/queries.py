@@ -90,8 +90,8 @@ def list_runs(runs: Sequence[RunReader]) -> dict[str, Any]:
     """Describe all runs, and the keys in which their configurations differ."""
     rows = []
     for number, run in enumerate(runs):
-        metrics, files = run.metrics(), run.find_files()
-        labels = [{"label": label, "is_indexed": label in run.indexed()} for label in files]
+        metrics, indexed = run.metrics(), run.indexed()
+        labels = [{"label": label, "is_indexed": label in indexed} for label in run.find_files()]
         rows.append(
             {
                 "run": number,
@@ -174,14 +174,14 @@ def list_trajectories(
         {**entry.shown(), "advantage": index.advantages.get(entry.request_id)}
         for index, entry in page
     ]
-    files = run.find_files()
+    indexes = run.indexed().values()
     return {
         "total": len(found),
         "offset": offset,
         "rows": rows,
-        "files": len(files),
-        "indexed": len(run.indexed()),
-        "damaged": sum(len(index.damaged) for index in run.indexed().values()),
+        "files": len(run.find_files()),
+        "indexed": len(indexes),
+        "damaged": sum(len(index.damaged) for index in indexes),
     }
 
 

@@ -96,12 +96,9 @@ class RunReader:
     def find_files(self) -> dict[str, Path]:
         """Find the rollout files by label (`rollouts/step_000010`), the newest step first."""
         found: dict[tuple[int, str], Path] = {}
-        seen: set[Path] = set()
         for folder in self._folders:
             for path in folder.glob("*.jsonl"):
-                match = _FILE.fullmatch(path.name)
-                if match and path.resolve() not in seen:
-                    seen.add(path.resolve())
+                if match := _FILE.fullmatch(path.name):
                     found[-int(match[2]), f"{folder.name}/{path.stem}"] = path
         return {label: path for (_, label), path in sorted(found.items())}
 
@@ -110,15 +107,20 @@ class RunReader:
         trainer = self.config.get("trainer") or {}
         keys = ("rollout_data_dir", "validation_data_dir")
         given = [Path(trainer[key]) for key in keys if trainer.get(key)]
-        return [*given, *(self.folder / name for name in _FOLDERS)]
+        folders = [*given, *(self.folder / name for name in _FOLDERS)]
+        return list({folder.resolve(): folder for folder in folders}.values())
 
-    def index(self, label: str) -> FileIndex:
+    def index(self, label: str, path: Path | None = None) -> FileIndex:
         """Return the index of a file; read it if it is new or has changed.
+
+        Args:
+            label: Its label.
+            path: Its path, if `find_files` has just returned it.
 
         Raises:
             LookupError: If there is no such file.
         """
-        path = self.find_files()[label]
+        path = path or self.find_files()[label]
         with self._files_lock:
             known = self._files.get(label)
             if known is None or known.signature != signature_of(path):
@@ -131,9 +133,9 @@ class RunReader:
 
     def index_all(self) -> Iterator[str]:
         """Index all files, the newest first; yield the label of each."""
-        for label in self.find_files():
-            with suppress(LookupError, OSError):
-                self.index(label)
+        for label, path in self.find_files().items():
+            with suppress(OSError):  # a resumed run may have moved it
+                self.index(label, path)
                 yield label
 
     def entry(self, entry_id: str) -> tuple[FileIndex, Entry]:

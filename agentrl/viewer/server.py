@@ -91,9 +91,9 @@ class ViewServer:
     async def _index_all(self) -> None:
         while True:
             for run in self._runs:
-                for label in run.find_files():
-                    with suppress(LookupError, OSError):  # a resumed run may have moved it
-                        index = await asyncio.to_thread(run.index, label)
+                for label, path in run.find_files().items():
+                    with suppress(OSError):  # a resumed run may have moved it
+                        index = await asyncio.to_thread(run.index, label, path)
                         await asyncio.to_thread(lambda index=index: index.advantages)
             await asyncio.sleep(_INDEX_PERIOD_S)
 

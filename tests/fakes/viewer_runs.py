@@ -26,7 +26,7 @@ GROUP = 8
 ANSWERED = StopReason.ANSWERED
 QUESTIONS = (
     "A train has 12 cars with 48 seats each. How many seats are there?",
-    "Ines has 83 stamps, buys 38 more and loses 78. How many are left?",
+    "Nina has 83 stamps, buys 38 more and loses 78. How many are left?",
     "Bread costs 3 coins, cheese 7. What do 4 of each cost?",
 )
 
@@ -64,7 +64,11 @@ def write_config(folder: Path, *, seed: int) -> None:
     config: dict[str, Any] = {
         "model": {"path": str(model)},
         "actor": {"lr": 1e-6 * (1 + seed), "clip_ratio": 0.2},
-        "trainer": {"rollout_data_dir": str(folder / "rollouts"), "seed": seed},
+        "trainer": {
+            "default_local_dir": str(folder),
+            "rollout_data_dir": str(folder / "rollouts"),
+            "seed": seed,
+        },
     }
     (start / "resolved.yaml").write_text(yaml.safe_dump(config))
 
@@ -106,7 +110,7 @@ def make_line(messages: list[Message], answer: str, *, reason: StopReason, **fie
 
 
 def conversation(question: str, result: str, answer: str) -> list[Message]:
-    function = FunctionCall(name="calculator", arguments='{"expression": "12 * 48"}')
+    function = FunctionCall(name="calculator", arguments={"expression": "12 * 48"})
     call = ToolCall(id="call_0", function=function)
     return [
         Message(role="user", content=question),
@@ -197,8 +201,9 @@ def vary_line(line: dict[str, Any], step: int, number: int, draw: random.Random)
     )
     request["metrics"]["seconds"] = round(1.1 + draw.lognormvariate(0.0, 0.8), 3)
     call = request["turns"][0]["calls"][0]
-    if draw.random() < 0.1:
-        call.update(outcome="timeout", seconds=10.0)
+    if draw.random() < 0.2:
+        call.update(name="search", arguments={"query": "trains"}, seconds=draw.uniform(1, 4))
+        call.update({"outcome": "timeout", "seconds": 10.0} if draw.random() < 0.5 else {})
     more = " That is what the calculator says." * min(6, int(draw.expovariate(0.7)))
     replace_answer(line, f"It is {number}.{more}", version=step - 1)
 

@@ -485,7 +485,7 @@ def take_screenshots(make_tab: Any, address: str, folder: Path) -> None:
     """Make the pictures of `docs/viewer.md`."""
     shots = {
         "viewer_runs": ("runs", 640),
-        "viewer_step": ("step", 700),
+        "viewer_step": ("step?with=0:rollouts/step_000001", 1000),
         "viewer_trajectory": ("trajectory?id=rollouts/step_000040:17", 760),
     }
     for name, (fragment, height) in shots.items():

@@ -138,7 +138,8 @@ def test_a_step_has_distributions_groups_and_failures(run: RunReader):
     assert [len(group["samples"]) for group in step["groups"]] == [8, 8]
     sample = step["groups"][0]["samples"][0]
     assert sample["advantage"] == pytest.approx(sample["reward"] - 0.5, abs=1e-6)
-    assert step["tools"][0]["calls"] == 16
+    assert sum(tool["calls"] for tool in step["tools"]) == 16
+    assert step["tools"][0]["tool"] == "search"
 
 
 @pytest.mark.parametrize("values", [[1.0], [2, 2, 2], [0.5, 0.25], [None, 1], [1e-3, 1e9]])

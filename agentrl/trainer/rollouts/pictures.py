@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from PIL import Image, ImageSequence
@@ -38,7 +38,7 @@ DEFAULT_FPS = 2.0
 _NAME = re.compile(rf"{FOLDER}/[0-9a-f]{{32}}(_small)?\.png")
 
 
-def is_picture_name(value: Any) -> bool:
+def is_picture_name(value: Any) -> TypeGuard[str]:
     """Return whether a value of a line is a name that `PictureCollector` gives to a file.
 
     Example:

@@ -49,7 +49,10 @@
     return String(Number(value.toPrecision(digits)));
   }
   const fixed = (value, digits) => (typeof value === "number" ? value.toFixed(digits) : num(value));
-  const seconds = (value) => (typeof value === "number" ? `${fixed(value, value < 10 ? 2 : 1)} s` : "–");
+  function seconds(value) {
+    if (typeof value !== "number") return "–";
+    return value > 0 && value < 0.0995 ? `${num(1000 * value, 2)} ms` : `${fixed(value, value < 10 ? 2 : 1)} s`;
+  }
   const outcomeClass = (outcome) => (outcome === "ok" ? "good" : "bad");
 
   /** Show a long text; what exceeds the limit is added by a button. */
@@ -362,7 +365,7 @@
       svg.append(h("line", { class: "grid", x1: left, x2: width - right, y1: py(value), y2: py(value) }),
         h("text", { x: left - 6, y: py(value) + 4, "text-anchor": "end" }, axisNumber(isLog ? Number(value.toPrecision(2)) : value)));
     }
-    for (const x of ticks(x0, x1, 6)) {
+    for (const x of ticks(x0, x1, 6).filter((value) => view.x !== "step" || Number.isInteger(value))) {
       svg.append(h("text", { x: px(x), y: height - 6, "text-anchor": "middle" }, axisNumber(x) + (view.x === "time" ? " s" : "")));
     }
     lines.forEach((points, i) => {
@@ -451,7 +454,7 @@
         h("div", { class: "four" }, step.histograms.map((one) => bars(one, file))),
         h("div", { class: "two" },
           h("section", {}, h("h2", {}, "Ends"), countTable("End", step.ends, step.num, (end) => list({ end }))),
-          h("section", {}, h("h2", {}, "Tool calls"), toolTable(step.tools, list)),
+          h("section", {}, h("h2", {}, "Tool calls ", h("span", { class: "dim" }, "mean time in the queue and at work; sum of all")), toolTable(step.tools, list)),
           h("section", {}, h("h2", {}, "Slowest requests"), slowTable(step.slowest, at.run)),
           h("section", {}, h("h2", {}, "Failures"), failureTable(step.failures, at.run))),
         h("h2", {}, "Groups"), groupTable(step, at.run, more)],
@@ -490,7 +493,7 @@
   function bars(bins, file) {
     const width = 300, height = 120, bottom = 18, most = Math.max(1, ...bins.counts);
     const summary = bins.counts.length
-      ? `mean ${num(bins.mean, 3)}, median ${num(bins.median, 3)}, 95th percentile ${num(bins.p95, 3)}` : "no values";
+      ? `mean ${num(bins.mean, 3)}, median ${num(bins.median, 3)}, p95 ${num(bins.p95, 3)}` : "no values";
     const svg = h("svg", { viewBox: `0 0 ${width} ${height}` });
     const size = Math.min(40, width / Math.max(1, bins.counts.length));
     bins.counts.forEach((count, i) => {
@@ -757,8 +760,8 @@
       rest > 0 ? span("other", "other", rest, "waiting, and before and after the turns") : null),
     h("div", { class: "legend" }, used.map((role) => {
       const sum = sequence.turns.filter((turn) => turn.role === role).reduce((s, turn) => s + turn.seconds, 0);
-      return h("span", {}, `${names[role]} ${seconds(sum)}`);
-    }), rest > 0 ? h("span", {}, `other ${seconds(rest)}`) : null));
+      return h("span", {}, h("i", { class: `swatch ${role}` }), `${names[role]} ${seconds(sum)}`);
+    }), rest > 0 ? h("span", {}, h("i", { class: "swatch other" }), `other ${seconds(rest)}`) : null));
   }
 
   /** Show messages; the last ones of the assistant are the sampled turns. */
@@ -811,7 +814,7 @@
   function callBlock(call) {
     return h("div", { class: "call" }, h("div", {}, h("b", {}, visible(call.name)), " ",
       h("span", { class: outcomeClass(call.outcome) }, call.outcome), h("span", { class: "dim" },
-        `  ${seconds(call.queue_seconds)} in the queue, ${seconds(call.seconds)} at work${call.num_attempts === 1 ? "" : `, ${call.num_attempts} attempts`}${call.is_cached ? ", from the cache" : ""}, result ${num(call.num_tokens)} tokens${call.num_cut_tokens ? ` (${num(call.num_cut_tokens)} cut)` : ""}`)),
+        `  ${seconds(call.queue_seconds)} in the queue, ${seconds(call.seconds)} at work${call.num_attempts === 1 ? "" : `, ${call.num_attempts} attempts`}${call.is_cached ? ", from the cache" : ""}, result ${num(call.num_tokens)} token${call.num_tokens === 1 ? "" : "s"}${call.num_cut_tokens ? ` (${num(call.num_cut_tokens)} cut)` : ""}`)),
     textBlock(asText(call.arguments)), call.message ? h("div", { class: "bad" }, textBlock(call.message)) : null);
   }
 
