@@ -242,7 +242,7 @@ def test_the_keyboard_reaches_everything(address: str, make_tab: Any):
     assert first in page.inner_text("dl.facts")
     reward = float(page.locator("dl.facts div:nth-child(4) dd").inner_text())
     press("]")
-    tab.wait_until(f"!document.querySelector('dl.facts').innerText.includes({first!r})")
+    tab.wait_until(f"document.querySelector('dl.facts dd').innerText !== {first!r}")
     assert float(page.locator("dl.facts div:nth-child(4) dd").inner_text()) >= reward
     press("t")
     page.wait_for_selector(".token")
@@ -479,6 +479,70 @@ def test_an_export_opens_from_disk(tmp_path: Path, make_tab: Any):
     tab.open(address, "step?file=rollouts/step_000002")
     assert tab.page.evaluate("window.ran") is None
     tab.check(out.as_uri())
+
+
+def test_the_four_tasks_of_the_documentation(tmp_path: Path, make_tab: Any):
+    """Do what `docs/viewer.md` describes, with the labels that it names."""
+    runs = [write_view_run(tmp_path / n, num_steps=12, seed=i) for i, n in enumerate("ab")]
+    page_of_tasks = (DOCS / "viewer.md").read_text(encoding="utf-8")
+    with serving(*runs) as address:
+        tab = make_tab()
+        page = tab.page
+
+        def click(selector: str, label: str) -> None:
+            assert label in page_of_tasks
+            page.click(f"{selector} >> text={label}")
+            tab.settle()
+
+        def choose(selector: str, label: str) -> None:
+            assert label in page_of_tasks
+            page.select_option(selector, label=label)
+            tab.wait_until(f"document.querySelector('{selector}').selectedOptions[0].text ==="
+                           f" '{label}' && document.body.dataset.loading === '0'")  # fmt: skip
+
+        tab.open(address, "runs")
+        click("nav", "Step")
+        choose("#file", "rollouts/step_000010")
+        click("main", "the worst first")
+        page.wait_for_selector("table.list tbody tr")
+        worst = page.locator("table.list tbody td:nth-child(2)").all_inner_texts()[:3]
+        lines = (runs[0] / "rollouts/step_000010.jsonl").read_text().splitlines()
+        ranked = sorted(map(json.loads, lines), key=lambda line: line["combined_reward"])
+        assert worst == [line["request"]["request_id"] for line in ranked[:3]]
+        page.keyboard.press("Enter")
+        for name in worst:
+            tab.wait_until(f"document.querySelector('dl.facts dd')?.innerText === '{name}'")
+            page.keyboard.press("]")
+
+        click("nav", "Runs")
+        page.wait_for_selector(".charts svg")
+        box = page.locator(".charts svg").first.bounding_box()
+        x = box["x"] + 52 + (box["width"] - 60) / 11
+        page.mouse.click(x, box["y"] + 100)
+        page.wait_for_selector("#with")
+        assert page.input_value("#file") == "rollouts/step_000002"
+        choose("#with", "rollouts/step_000001")
+        page.wait_for_selector("#changes")
+
+        click("nav", "Runs")
+        page.wait_for_selector("#differences")
+        choose("#x", "trained tokens")
+        click("#runs-table", "b")
+        choose("#with", "a: rollouts/step_000012")
+        assert "Compared" in page.inner_text("main")
+
+        click("nav", "Step")
+        slowest = page.locator("section:has-text('Tool calls') tbody td").first
+        assert slowest.inner_text() == "search"
+        slowest.locator("a").click()
+        for order in ("ascending", "descending"):
+            click("th", "Duration")
+            page.wait_for_selector(f"th[aria-sort='{order}']")
+            tab.settle()
+        page.keyboard.press("Escape")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".timeline")
+        tab.check(address)
 
 
 def take_screenshots(make_tab: Any, address: str, folder: Path) -> None:
