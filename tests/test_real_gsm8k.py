@@ -47,6 +47,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_rows_sampled_by_the_embedded_engine_go_all_the_way(home: Path):
     run_all_stages(make_config(home, "sampled", max_tokens_per_turn=4, max_tool_response_length=64))
 

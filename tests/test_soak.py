@@ -38,6 +38,7 @@ def soaked(tokenizer: str, sizes: Any, folder: Path, caplog: pytest.LogCaptureFi
     return asyncio.run(import_module("soak_run").run(tokenizer, sizes, folder))
 
 
+@pytest.mark.slow
 def test_every_request_ends_as_it_must_and_nothing_leaks(
     work: ModuleType,
     tokenizer: str,

@@ -215,6 +215,57 @@ def status(
     raise typer.Exit(show_status(folder, as_json=as_json, say=typer.echo))
 
 
+_VIEW_HELP = (
+    "Show runs on a local web page, until Ctrl-C: curves, steps, trajectories and their tokens.\n\n"
+    "Prints an address that only this machine reaches. --export writes the pages as files that "
+    "open from disk, --terminal prints the lists."
+)
+
+
+@app.command(help=_VIEW_HELP)
+def view(
+    folders: Annotated[
+        list[Path], _argument("RUN...", "Folders of runs (trainer.default_local_dir).")
+    ],
+    port: Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)] = 0,
+    export: Annotated[Path | None, _option("Write the pages to this new folder.")] = None,
+    terminal: Annotated[bool, typer.Option("--terminal", help="Print the lists.")] = False,
+    step: Annotated[
+        list[int] | None,
+        _option(
+            "Step to export (repeatable) or print; a second one is compared with it. "
+            "Default: the last one."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        _option("Trajectories of a file to export (1000) or print (20).", min=1),
+    ] = None,
+    sort: Annotated[
+        str, typer.Option(help="Order of --terminal: reward, -reward, tokens, seconds, ...")
+    ] = "",
+    end: Annotated[str, typer.Option(help="Only this end, in --terminal.")] = "",
+    text: Annotated[str, typer.Option(help="Only with this text, in --terminal.")] = "",
+) -> None:
+    """Show runs."""
+    from agentrl.commands.view import ViewOptions, view_runs
+    from agentrl.viewer.queries import Filters
+
+    def say(line: str) -> None:
+        typer.echo(line)
+        sys.stdout.flush()
+
+    options = ViewOptions(
+        port=port,
+        export=export,
+        steps=step or (),
+        limit=limit,
+        is_terminal=terminal,
+        filters=Filters.of({"sort": sort, "end": end, "text": text}),
+    )
+    view_runs(folders, options, say)
+
+
 _AUDIT_HELP = (
     "Compute a run's account again from what it saved.\n\n"
     "Digests, tokens, masks, rewards, advantages, weight versions, the order of the data and the "

@@ -111,6 +111,7 @@ def test_life_cycle_an_environment_is_closed_and_its_thread_ends(
     assert OPEN["life cycle"] == 0
 
 
+@pytest.mark.slow
 @given(
     breaks=BREAKS,
     cancel_after=CANCELS,

@@ -42,6 +42,7 @@ def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / f"checkpoints/global_step_{step}/rank_0.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("estimator", ["gae", "turn_gae"])
 def test_run_with_a_critic_resumes_exactly(tiny_home: Path, tmp_path: Path, estimator: str):

@@ -34,6 +34,7 @@ from tests.fakes.runs import (
 pytestmark = pytest.mark.usefixtures("alone")
 
 
+@pytest.mark.slow
 def test_full_disk_at_a_checkpoint_keeps_the_one_before(train: Train, tmp_path: Path, whole: Path):
     assert train(trainer__total_training_steps=1).code == 0
     output = train(limit=100_000, trainer__save_freq=1)
@@ -43,6 +44,7 @@ def test_full_disk_at_a_checkpoint_keeps_the_one_before(train: Train, tmp_path: 
     assert_same_run(tmp_path / "run", whole)
 
 
+@pytest.mark.slow
 def test_full_disk_at_a_line_of_figures_saves_the_step_and_logs_it_later(
     train: Train, tmp_path: Path, whole: Path
 ):

@@ -12,10 +12,11 @@ A video is an animated PNG, with `frames` and `fps` in its entry.
 """
 
 import io
+import re
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from PIL import Image, ImageSequence
@@ -34,6 +35,17 @@ DRAWN_SIZE = 32
 UPPER_HALF_BLOCK = "\N{UPPER HALF BLOCK}"
 DEFAULT_FPS = 2.0
 """Frames per second at which a video of unknown speed is shown."""
+_NAME = re.compile(rf"{FOLDER}/[0-9a-f]{{32}}(_small)?\.png")
+
+
+def is_picture_name(value: Any) -> TypeGuard[str]:
+    """Return whether a value of a line is a name that `PictureCollector` gives to a file.
+
+    Example:
+        >>> is_picture_name("media/../../secret.png")
+        False
+    """
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None
 
 
 class PictureCollector:

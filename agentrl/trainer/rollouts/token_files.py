@@ -28,18 +28,19 @@ Example:
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from torch import Tensor
 
 from agentrl.atomic_io import atomic_file
 from agentrl.errors import DataError
-from agentrl.protocol import DataProto
-from agentrl.trainer.credit import IS_COMPUTED, tensors_of
+
+if TYPE_CHECKING:  # readers of files need no torch, whose import takes seconds
+    from torch import Tensor
+
+    from agentrl.protocol import DataProto
 
 TOKENS_VERSION = 1
 """Version of the format."""
@@ -61,13 +62,15 @@ def token_path(rollout_file: Path) -> Path:
     return rollout_file.with_suffix(".tokens.parquet")
 
 
-def tabulate_tokens(batch: DataProto, step: int) -> pa.Table:
+def tabulate_tokens(batch: "DataProto", step: int) -> pa.Table:
     """Make the rows of a batch.
 
     Args:
         batch: This rank's rows after the update: `[B, T]` tensors and objects of `collate`.
         step: The run's step.
     """
+    from agentrl.trainer.credit import IS_COMPUTED, tensors_of
+
     tensors = tensors_of(batch)
     objects = batch.non_tensor_batch
     is_token = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].bool()
@@ -79,7 +82,7 @@ def tabulate_tokens(batch: DataProto, step: int) -> pa.Table:
         "batch_data_id": pa.array(tensors["batch_data_id"].numpy()),
         "trajectory_id": pa.array(tensors["trajectory_ids"].numpy()),
         "in_baseline": pa.array(tensors["in_baseline"].bool().numpy()),
-        "num_prompt_tokens": pa.array(num_prompt.to(torch.int32).numpy()),
+        "num_prompt_tokens": pa.array(num_prompt.int().numpy()),
     }
     for name in TOKEN_COLUMNS:
         if name in tensors:
@@ -88,7 +91,7 @@ def tabulate_tokens(batch: DataProto, step: int) -> pa.Table:
     return pa.table(columns).replace_schema_metadata({_VERSION_KEY: str(TOKENS_VERSION)})
 
 
-def _as_lists(values: Tensor, is_token: Tensor, is_known: Tensor | None) -> pa.Array:
+def _as_lists(values: "Tensor", is_token: "Tensor", is_known: "Tensor | None") -> pa.Array:
     """Return the values of each row's tokens as a list; null for rows without values.
 
     Args:
@@ -115,8 +118,15 @@ def save_tokens(path: Path, tables: Sequence[pa.Table]) -> None:
         pq.write_table(pa.concat_tables(tables), draft, compression="zstd")
 
 
-def read_tokens(path: Path) -> pa.Table:
+def read_tokens(
+    path: Path, *, columns: Sequence[str] | None = None, request_ids: Sequence[str] = ()
+) -> pa.Table:
     """Read a file of tokens.
+
+    Args:
+        path: The file.
+        columns: Columns to read, of those that it has; None: all.
+        request_ids: Sequences to read; empty: all.
 
     Raises:
         DataError: If there is no such file, or it is damaged or of another version.
@@ -124,10 +134,15 @@ def read_tokens(path: Path) -> pa.Table:
     if not path.is_file():
         raise DataError("no such file of tokens", file=path)
     try:
-        table = pq.read_table(path)
+        schema = pq.read_schema(path)
+        table = pq.read_table(
+            path,
+            columns=None if columns is None else [name for name in columns if name in schema.names],
+            filters=[("request_id", "in", request_ids)] if request_ids else None,
+        )
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"a file of tokens that cannot be read: {error}", file=path) from error
-    found = (table.schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
+    found = (schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
     if found != str(TOKENS_VERSION):
         raise DataError(
             f"a file of tokens of version {found}",

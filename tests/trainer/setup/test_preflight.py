@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.fakes.torchrun import ranks_of
 
 
+@pytest.mark.slow
 def test_ranks_that_have_different_folders_are_refused_at_the_start(tmp_path: Path):
     with ranks_of("tests.fakes.folder_ranks", f"{tmp_path}/run{{rank}}") as ranks:
         first, second = (rank.wait() for rank in ranks)

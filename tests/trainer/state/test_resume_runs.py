@@ -179,6 +179,7 @@ def _end(*_: object) -> None:
     raise Killed
 
 
+@pytest.mark.slow
 def test_resume_is_exact_on_another_machine_from_a_store(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

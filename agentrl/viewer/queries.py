@@ -1,0 +1,213 @@
+"""Answer queries about whole runs: their curves, and lists of trajectories with filters.
+
+`steps.py` describes one step, `trajectories.py` one trajectory.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from agentrl.errors import DataError
+from agentrl.viewer.index import Entry, FileIndex
+from agentrl.viewer.runs import RunReader, find_differences
+
+_SORTS = ("id", "reward", "tokens", "turns", "seconds", "calls", "step", "end", "source", "trained")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """Which trajectories a list shows, and in which order."""
+
+    file: str = ""
+    """Label of a file; empty: all files."""
+    end: str = ""
+    """Stop reason."""
+    tool: str = ""
+    """Name of a tool that was called."""
+    outcome: str = ""
+    """Outcome of a call (of that tool, if one is given)."""
+    source: str = ""
+    uid: str = ""
+    text: str = ""
+    min_reward: float = -math.inf
+    max_reward: float = math.inf
+    sort: str = ""
+    """One of the columns of the list; a leading `-` reverses it. Empty: order of the files."""
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> "Filters":
+        """Read the parameters of a query.
+
+        Raises:
+            DataError: If a number or the order is not valid.
+        """
+        texts = ("file", "end", "tool", "outcome", "source", "uid", "text", "sort")
+        values: dict[str, Any] = {key: query.get(key, "") for key in texts}
+        for key in ("min_reward", "max_reward"):
+            if query.get(key):
+                values[key] = read_number(query, key)
+        if values["sort"].removeprefix("-") not in ("", *_SORTS):
+            raise DataError(f"unknown order {values['sort']!r}", expected=", ".join(_SORTS))
+        return cls(**values)
+
+    def match(self, index: FileIndex, entry: Entry) -> bool:
+        """Return whether a list with these filters has the trajectory."""
+        wanted = ((self.end, entry.end), (self.source, entry.source), (self.uid, entry.uid))
+        if any(want and want != got for want, got in wanted):
+            return False
+        if self.tool or self.outcome:
+            asked = (self.tool, self.outcome)
+            if not any(
+                all(not want or want == got for want, got in zip(asked, call, strict=False))
+                for call in entry.calls
+            ):
+                return False
+        if self.min_reward > -math.inf or self.max_reward < math.inf:
+            reward = math.nan if entry.reward is None else entry.reward
+            if not self.min_reward <= reward <= self.max_reward:
+                return False
+        return not self.text or index.contains(entry, self.text.lower())
+
+
+def read_number(query: Mapping[str, str], key: str, default: float = 0) -> float:
+    """Read a number of a query.
+
+    Raises:
+        DataError: If it is not a number.
+    """
+    try:
+        return float(query.get(key) or default)
+    except ValueError:
+        raise DataError(f"{key} is {query[key]!r}", expected="a number") from None
+
+
+def list_runs(runs: Sequence[RunReader]) -> dict[str, Any]:
+    """Describe all runs, and the keys in which their configurations differ."""
+    rows = []
+    for number, run in enumerate(runs):
+        metrics, indexed = run.metrics(), run.indexed()
+        labels = [{"label": label, "is_indexed": label in indexed} for label in run.find_files()]
+        rows.append(
+            {
+                "run": number,
+                "name": run.name,
+                "folder": str(run.folder),
+                "state": run.state,
+                "step": metrics[-1].get("step") if metrics else None,
+                "num_lines": len(metrics),
+                "names": sorted({key for line in metrics for key in line} - {"step"}),
+                "files": labels,
+                "has_tokenizer": run.tokenizer is not None,
+            }
+        )
+    differences = find_differences([run.config for run in runs]) if len(runs) > 1 else []
+    return {"runs": rows, "differences": differences}
+
+
+def read_curve(run: RunReader, name: str) -> dict[str, Any]:
+    """Return the values of a metric, and the index of the line of `metrics.jsonl` of each."""
+    lines = [(at, line[name]) for at, line in enumerate(run.metrics()) if name in line]
+    return {"at": [at for at, _ in lines], "y": [value for _, value in lines]}
+
+
+def read_axes(run: RunReader) -> dict[str, list[float]]:
+    """Return what curves are drawn over, for each line of `metrics.jsonl`.
+
+    `step`; `time` (seconds) and `tokens` of all steps so far; `trained`: trained tokens of all
+    steps so far, from the saved rollouts that are indexed. An axis without values is empty.
+    """
+    metrics, trained = run.metrics(), _trained_by_step(run)
+    steps = [line.get("step", 0) for line in metrics]
+    by_line = {
+        "time": [line.get("timing_s/step") or 0.0 for line in metrics],
+        "tokens": [line.get("perf/total_num_tokens") or 0.0 for line in metrics],
+        "trained": [trained.get(step, 0) for step in steps],
+    }
+    sums = {name: np.cumsum(values).tolist() for name, values in by_line.items() if any(values)}
+    return {"step": steps, "time": [], "tokens": [], "trained": [], **sums}
+
+
+def _trained_by_step(run: RunReader) -> dict[int, int]:
+    found: Counter[int] = Counter()
+    for label, index in run.indexed().items():
+        if label.rpartition("/")[2].startswith("step_") and not label.startswith("skipped/"):
+            for entry in index.entries:
+                found[entry.step] += entry.trained
+    return found
+
+
+def select(run: RunReader, filters: Filters) -> list[tuple[FileIndex, Entry]]:
+    """Return the trajectories of a list, in order. Of all files, only indexed ones are searched."""
+    indexes = [run.index(filters.file)] if filters.file else list(run.indexed().values())
+    found = [
+        (index, entry)
+        for index in indexes
+        for entry in index.entries
+        if filters.match(index, entry)
+    ]
+    column = filters.sort.removeprefix("-")
+    if column and column != "id":
+        is_reversed = filters.sort.startswith("-")
+        found.sort(key=lambda pair: _sort_key(pair[1], column, is_reversed), reverse=is_reversed)
+    return found
+
+
+def _sort_key(entry: Entry, column: str, is_reversed: bool) -> tuple[bool, Any]:
+    """Return the key of an order in which missing values are last."""
+    value = len(entry.calls) if column == "calls" else getattr(entry, column)
+    is_missing = value is None or value != value
+    return is_missing is not is_reversed, 0 if is_missing else value
+
+
+def list_trajectories(
+    run: RunReader, filters: Filters, *, offset: int = 0, limit: int = 50
+) -> dict[str, Any]:
+    """Return a page of a list, and the values that filters may have."""
+    found = select(run, filters)
+    page = found[offset : offset + limit]
+    rows = [
+        {**entry.shown(), "advantage": index.advantages.get(entry.request_id)}
+        for index, entry in page
+    ]
+    indexes = run.indexed().values()
+    return {
+        "total": len(found),
+        "offset": offset,
+        "rows": rows,
+        "files": len(run.find_files()),
+        "indexed": len(indexes),
+        "damaged": sum(len(index.damaged) for index in indexes),
+    }
+
+
+def list_choices(run: RunReader, file: str = "") -> dict[str, Any]:
+    """Return the values that the filters may have."""
+    indexes = [run.index(file)] if file else list(run.indexed().values())
+    entries = [entry for index in indexes for entry in index.entries]
+    return {
+        "ends": sorted({entry.end for entry in entries}),
+        "tools": sorted({call[0] for entry in entries for call in entry.calls} - {""}),
+        "outcomes": sorted({call[1] for entry in entries for call in entry.calls}),
+        "sources": sorted({entry.source for entry in entries}),
+    }
+
+
+def to_json(value: Any) -> str:
+    """Write JSON for a browser; numbers that are not finite become strings (`NaN`)."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value

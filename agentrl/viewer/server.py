@@ -1,0 +1,164 @@
+"""Serve the pages on the loopback interface. The address holds a random token.
+
+    GET /TOKEN/                                 the page (`static/`)
+    GET /TOKEN/api/NAME?...                     JSON of `queries.py`, `steps.py`, `trajectories.py`
+    GET /TOKEN/picture?run=0&file=...&name=...  an image or video that a line of the file names
+
+Any other path, and a request with another `Host` than the server's address, gets 403.
+"""
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from agentrl.errors import DataError
+from agentrl.viewer import queries
+from agentrl.viewer.queries import Filters, read_number
+from agentrl.viewer.runs import RunReader
+from agentrl.viewer.steps import describe_step
+from agentrl.viewer.trajectories import describe_trajectory, list_tokens
+
+STATIC = Path(__file__).parent / "static"
+STATIC_FILES = {
+    "": ("index.html", "text/html"),
+    "viewer.js": ("viewer.js", "text/javascript"),
+    "style.css": ("style.css", "text/css"),
+    "icon.svg": ("icon.svg", "image/svg+xml"),
+}
+"""Name and type of each file by its path."""
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_MAX_ROWS = 500
+_INDEX_PERIOD_S = 5.0
+"""Seconds between two looks for new files."""
+
+
+class ViewServer:
+    """Serves runs until `close`.
+
+    Args:
+        runs: The runs.
+        port: 0 for a free one.
+    """
+
+    def __init__(self, runs: Sequence[RunReader], port: int = 0) -> None:
+        self._runs = runs
+        self._port = port
+        self._token = secrets.token_urlsafe(16)
+        self._runner: web.AppRunner | None = None
+        self._indexing: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """The address of the first page, with the token."""
+        return f"http://127.0.0.1:{self._port}/{self._token}/"
+
+    async def start(self) -> None:
+        """Listen, and index the runs' files in the background.
+
+        Raises:
+            OSError: If the port is in use.
+        """
+        app = web.Application()
+        app.router.add_get("/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+        self._indexing = asyncio.create_task(self._index_all())
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._indexing is not None:
+            self._indexing.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._indexing
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _index_all(self) -> None:
+        while True:
+            for run in self._runs:
+                for label, path in run.find_files().items():
+                    with suppress(OSError):  # a resumed run may have moved it
+                        index = await asyncio.to_thread(run.index, label, path)
+                        await asyncio.to_thread(lambda index=index: index.advantages)
+            await asyncio.sleep(_INDEX_PERIOD_S)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        token, _, path = request.match_info["path"].partition("/")
+        is_known = hmac.compare_digest(token.encode(), self._token.encode())
+        hosts = (f"127.0.0.1:{self._port}", f"localhost:{self._port}")
+        if not is_known or request.host not in hosts:
+            return web.Response(status=403, text="403: use the address that was printed\n")
+        if path in STATIC_FILES:
+            name, kind = STATIC_FILES[path]
+            body = (STATIC / name).read_bytes()
+            return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
+        try:
+            if path == "picture":
+                body = await asyncio.to_thread(_read_picture, self._runs, request.query)
+                return web.Response(body=body, content_type="image/png", headers=_HEADERS)
+            text = await asyncio.to_thread(
+                answer, self._runs, path.removeprefix("api/"), request.query
+            )
+        except (DataError, LookupError, OSError) as error:
+            text = queries.to_json({"error": f"not found: {error}"})
+            return web.Response(status=404, text=text, headers=_HEADERS)
+        return web.Response(text=text, content_type="application/json", headers=_HEADERS)
+
+
+def answer(runs: Sequence[RunReader], name: str, query: Mapping[str, str]) -> str:
+    """Answer one query as JSON.
+
+    Raises:
+        LookupError: For an unknown query, run, file or trajectory.
+        DataError: For a parameter that is not valid.
+    """
+    if name == "runs":
+        return queries.to_json(queries.list_runs(runs))
+    run = runs[_index(query, "run")]
+    by_name: dict[str, Callable[[], Any]] = {
+        "axes": lambda: queries.read_axes(run),
+        "curve": lambda: queries.read_curve(run, query["name"]),
+        "list": lambda: queries.list_trajectories(
+            run,
+            Filters.of(query),
+            offset=_index(query, "offset"),
+            limit=min(_index(query, "limit", 50), _MAX_ROWS),
+        ),
+        "choices": lambda: queries.list_choices(run, query.get("file", "")),
+        "step": lambda: describe_step(run, query["file"]),
+        "trajectory": lambda: describe_trajectory(run, query["id"]),
+        "tokens": lambda: list_tokens(
+            run,
+            query["id"],
+            sequence=_index(query, "sequence"),
+            start=_index(query, "start"),
+        ),
+    }
+    return queries.to_json(by_name[name]())
+
+
+def _read_picture(runs: Sequence[RunReader], query: Mapping[str, str]) -> bytes:
+    """Read a picture that the lines of a rollout file name."""
+    return runs[_index(query, "run")].index(query["file"]).picture(query["name"]).read_bytes()
+
+
+def _index(query: Mapping[str, str], key: str, default: int = 0) -> int:
+    value = int(read_number(query, key, default))
+    if value < 0:
+        raise DataError(f"{key} is {value}", expected="0 or more")
+    return value

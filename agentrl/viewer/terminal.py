@@ -1,0 +1,169 @@
+"""The lists of the viewer as tables in a terminal."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.errors import printable
+from agentrl.viewer.queries import Filters, list_runs, list_trajectories
+from agentrl.viewer.runs import RunReader
+from agentrl.viewer.steps import describe_step
+
+_METRICS = {
+    "reward": ("rollout/combined_reward/mean", "rollout/reward/mean"),
+    "length": ("response_length/mean",),
+    "turns": ("num_turns/mean",),
+    "entropy": ("actor/entropy",),
+    "kl": ("actor/ppo_kl",),
+    "grad": ("actor/grad_norm",),
+    "seconds": ("timing_s/step",),
+}
+"""Columns of the table of steps, and the metrics of which each shows the first that there is."""
+_MAX_ANSWER = 24
+"""Characters of the last answer."""
+_MAX_STEPS = 24
+"""Lines of the table of steps; of a longer run, lines at equal distances."""
+
+
+def print_lists(
+    runs: Sequence[RunReader],
+    filters: Filters,
+    console: Console,
+    *,
+    limit: int = 20,
+    compared: str = "",
+) -> None:
+    """Print the runs, and for each run its metrics, one step and its trajectories.
+
+    Args:
+        runs: The runs.
+        filters: Those of the trajectories; its file is the step, if it is given.
+        console: Where to print.
+        limit: Trajectories of a run.
+        compared: Label of a file that the step is compared with; empty: none.
+    """
+    for table in _run_tables(runs):
+        console.print(table)
+    for run in runs:
+        console.print(_metrics_table(run))
+        labels = list(run.find_files())
+        if not labels:
+            console.print(f"{printable(run.name)}: no saved rollouts (trainer.rollout_data_dir)")
+            continue
+        file = filters.file or labels[0]
+        if file not in labels:
+            console.print(f"{printable(run.name)}: no file {printable(file)}", markup=False)
+            continue
+        chosen = replace(filters, file=file)
+        tables = _step_tables(run, file)
+        if compared in labels:
+            tables.append(_compared_table(run, file, compared))
+        for table in tables:
+            console.print(table)
+        console.print(_trajectories_table(run, chosen, limit))
+
+
+def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
+    table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in columns:
+        is_number = name in numbers
+        table.add_column(
+            Text(printable(name)),
+            justify="right" if is_number else "left",
+            overflow="fold",
+            no_wrap=is_number or name in ("request", "end"),
+        )
+    return table
+
+
+def _cells(*values: object) -> list[Text]:
+    return [Text(printable(_shown(value))) for value in values]
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _run_tables(runs: Sequence[RunReader]) -> list[Table]:
+    table = _table("Runs", "run", "state", "step", "files", "folder", numbers=("step", "files"))
+    described = list_runs(runs)
+    for row in described["runs"]:
+        files = len(row["files"])
+        table.add_row(*_cells(row["name"], row["state"], row["step"], files, row["folder"]))
+    if not described["differences"]:
+        return [table]
+    keys = _table("Keys in which the configurations differ", "key", *(run.name for run in runs))
+    for key, values in described["differences"]:
+        keys.add_row(*_cells(key, *(value[:60] for value in values)))
+    return [table, keys]
+
+
+def _metrics_table(run: RunReader) -> Table:
+    table = _table(f"{printable(run.name)}: steps", "step", *_METRICS, numbers=("step", *_METRICS))
+    rows = list[list[Any]]()
+    for line in run.metrics():
+        values = [_first(line, names) for names in _METRICS.values()]
+        if any(value is not None for value in values):
+            rows.append([line.get("step"), *values])
+    every = max(1, -(-len(rows) // _MAX_STEPS))
+    for row in rows[::-1][::every][::-1]:
+        table.add_row(*_cells(*row))
+    return table
+
+
+def _first(line: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((line[name] for name in names if line.get(name) is not None), None)
+
+
+def _compared_table(run: RunReader, file: str, other: str) -> Table:
+    here, there = (dict(describe_step(run, label)["summary"]) for label in (file, other))
+    columns = [label.rpartition("/")[2] for label in (file, other)]
+    table = _table("Compared", "figure", *columns, "change", numbers=(*columns, "change"))
+    for name in dict.fromkeys((*here, *there)):
+        default = 0.0 if name.endswith("share") else None
+        values = here.get(name, default), there.get(name, default)
+        change = None if None in values else f"{values[0] - values[1]:+.4g}"
+        table.add_row(*_cells(name, *values, change))
+    return table
+
+
+def _step_tables(run: RunReader, file: str) -> list[Table]:
+    step = describe_step(run, file)
+    numbers = ("mean", "min", "median", "p95", "max")
+    head = f"{printable(run.name)}: {file}, {step['num']} trajectories"
+    values = _table(head, "value", *numbers, numbers=numbers)
+    for one in step["histograms"]:
+        unit = f" ({one['unit']})" if one["unit"] not in ("", one["name"]) else ""
+        values.add_row(*_cells(one["name"] + unit, *(one.get(key) for key in numbers)))
+    ends = _table("Ends", "end", "number", numbers=("number",))
+    for end, count in step["ends"]:
+        ends.add_row(*_cells(end or "none", count))
+    numbers = ("calls", "queue s", "work s", "longest s", "sum s")
+    tools = _table("Tools", "tool", "outcomes", *numbers, numbers=numbers)
+    for row in step["tools"]:
+        outcomes = ", ".join(f"{outcome} {count}" for outcome, count in row["outcomes"])
+        times = (row["queue_s"], row["work_s"], row["max_work_s"], row["total_s"])
+        tools.add_row(*_cells(row["tool"] or "no name", outcomes, row["calls"], *times))
+    failures = _table("Failures", "fault", "number", "message", numbers=("number",))
+    for row in step["failures"]:
+        failures.add_row(*_cells(row["fault"], row["num"], row["message"][:200]))
+    return [table for table in (values, ends, tools, failures) if table.row_count]
+
+
+def _trajectories_table(run: RunReader, filters: Filters, limit: int) -> Table:
+    found = list_trajectories(run, filters, limit=limit)
+    columns = ("reward", "advantage", "turns", "tokens", "calls", "seconds")
+    title = f"Trajectories: {len(found['rows'])} of {found['total']}"
+    table = _table(title, "request", "end", *columns, "last answer", numbers=columns)
+    for row in found["rows"]:
+        answer = row["excerpt"][-_MAX_ANSWER:]
+        numbers = (row[key] for key in columns)
+        table.add_row(*_cells(row["request_id"], row["end"], *numbers, answer))
+    return table

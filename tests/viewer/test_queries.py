@@ -1,0 +1,227 @@
+"""Lists, curves, steps, trajectories and tokens of a run's folder."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.errors import ConfigError, DataError
+from agentrl.rollout.states import StopReason
+from agentrl.trainer.rollouts.files import read_trajectories
+from agentrl.viewer import queries, trajectories
+from agentrl.viewer.queries import Filters
+from agentrl.viewer.runs import RunReader, find_differences
+from agentrl.viewer.steps import describe_step, histogram
+from agentrl.viewer.trajectories import describe_trajectory, list_tokens
+from tests.fakes.viewer_runs import append_metrics, conversation, make_line, write_view_run
+
+STEP = "rollouts/step_000002"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_view_run(tmp_path / "run")
+
+
+@pytest.fixture
+def run(folder: Path) -> RunReader:
+    reader = RunReader(folder)
+    assert len(list(reader.index_all())) == 3
+    return reader
+
+
+def listed(run: RunReader, **given: Any) -> list[dict[str, Any]]:
+    return queries.list_trajectories(run, Filters(**given), limit=100)["rows"]
+
+
+def test_the_fake_run_is_one_that_the_library_reads(folder: Path):
+    for path in (folder / "rollouts").glob("*.jsonl"):
+        assert len(list(read_trajectories(path))) == 16
+
+
+def test_a_list_has_all_trajectories_and_is_paged(run: RunReader):
+    page = queries.list_trajectories(run, Filters(), offset=40, limit=5)
+    assert (page["total"], len(page["rows"]), page["files"]) == (48, 5, 3)
+    assert page["rows"][0]["id"] == "rollouts/step_000001:8"
+
+
+def test_filters_keep_what_they_say(run: RunReader):
+    assert {row["end"] for row in listed(run, end="failed")} == {"failed"}
+    assert {row["source"] for row in listed(run, source="gsm8k")} == {"gsm8k"}
+    assert all(0.2 <= row["reward"] <= 0.4 for row in listed(run, min_reward=0.2, max_reward=0.4))
+    assert {row["bad_calls"] for row in listed(run, outcome="timeout")} == {1}
+    assert [row["id"] for row in listed(run, text="IT IS 7.", file=STEP)] == [f"{STEP}:7"]
+    assert not listed(run, tool="no_such_tool")
+
+
+def test_missing_rewards_are_last_in_both_orders(folder: Path):
+    path = folder / "rollouts" / "step_000002.jsonl"
+    lines = path.read_text().splitlines()
+    first = json.loads(lines[0])
+    first["combined_reward"] = first["request"]["reward"] = None
+    path.write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
+    run = RunReader(folder)
+    for sort in ("reward", "-reward"):
+        rewards = [row["reward"] for row in listed(run, file=STEP, sort=sort)]
+        assert rewards[-1] is None
+        assert rewards[:-1] == sorted(rewards[:-1], reverse=sort == "-reward")
+
+
+def test_an_unknown_order_is_refused():
+    with pytest.raises(DataError, match="unknown order 'size'"):
+        Filters.of({"sort": "size"})
+    with pytest.raises(DataError, match="min_reward is 'x'"):
+        Filters.of({"min_reward": "x"})
+
+
+def test_a_damaged_line_is_counted_and_the_others_are_read(folder: Path):
+    path = folder / "rollouts" / "step_000002.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "{damaged", *lines[1:]]) + "\n")
+    index = RunReader(folder).index(STEP)
+    assert index.damaged == [2]
+    assert len(index.entries) == 16
+
+
+def test_the_index_equals_what_the_lines_hold(run: RunReader):
+    index = run.index(STEP)
+    for entry in index.entries:
+        saved = index.read(entry)
+        assert entry.request_id == saved["request"]["request_id"]
+        assert entry.reward == saved["combined_reward"]
+        assert index.contains(entry, "let me compute")
+
+
+def test_long_conversations_are_searched_in_their_file(folder: Path):
+    long = conversation("Q", "x" * 100_000 + " needle", "A")
+    path = folder / "rollouts" / "step_000002.jsonl"
+    path.write_text(make_line(long, "A", reason=StopReason.ANSWERED))
+    run = RunReader(folder)
+    assert run.index(STEP).entries[0].text is None
+    assert len(listed(run, file=STEP, text="Needle")) == 1
+    assert not listed(run, file=STEP, text="thread")
+
+
+def test_only_new_lines_of_metrics_are_read(folder: Path, run: RunReader):
+    before = run.metrics()[0]
+    append_metrics(folder, 4, random.Random(1))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5')
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
+    assert run.metrics()[0] is before
+
+
+def test_metrics_of_a_resumed_run_are_read_again(folder: Path, run: RunReader):
+    run.metrics()
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text(lines[0])
+    assert [line["step"] for line in run.metrics()] == [1]
+
+
+def test_curves_have_four_axes(run: RunReader):
+    trained = sum(entry.trained for entry in run.index("rollouts/step_000001").entries)
+    axes = queries.read_axes(run)
+    assert axes["step"] == [1, 2, 3]
+    assert axes["tokens"] == [5000, 10000, 15000]
+    assert axes["trained"][0] == trained
+    assert 10 <= axes["time"][0] <= 11
+    assert queries.read_curve(run, "rollout/reward/mean")["at"] == [0, 1, 2]
+
+
+def test_a_step_has_distributions_groups_and_failures(run: RunReader):
+    step = describe_step(run, STEP)
+    assert step["num"] == 16
+    assert all(sum(one["counts"]) + one["missing"] == 16 for one in step["histograms"])
+    assert sum(number for _, number in step["ends"]) == 16
+    assert [len(group["samples"]) for group in step["groups"]] == [8, 8]
+    sample = step["groups"][0]["samples"][0]
+    assert sample["advantage"] == pytest.approx(sample["reward"] - 0.5, abs=1e-6)
+    assert sum(tool["calls"] for tool in step["tools"]) == 16
+    assert step["tools"][0]["tool"] == "search"
+
+
+@pytest.mark.parametrize("values", [[1.0], [2, 2, 2], [0.5, 0.25], [None, 1], [1e-3, 1e9]])
+def test_a_histogram_counts_every_value(values: list[float | None]):
+    bins = histogram(values)
+    assert sum(bins["counts"]) + bins["missing"] == len(values)
+    assert len(bins["edges"]) == len(bins["counts"]) + 1
+
+
+def test_a_trajectory_has_neighbors_by_reward(run: RunReader):
+    ranked = listed(run, file=STEP, sort="reward")
+    around = describe_trajectory(run, ranked[3]["id"])["around"]
+    assert (around["worse"], around["better"]) == (ranked[2]["id"], ranked[4]["id"])
+
+
+def test_the_same_row_is_found_in_other_steps(run: RunReader):
+    shown = describe_trajectory(run, f"{STEP}:0")
+    assert {one["step"] for one in shown["same_row"]} == {1, 3}
+    assert len(shown["group"]) == 8
+
+
+def test_tokens_have_text_mask_and_what_training_computed(run: RunReader):
+    tokens = list_tokens(run, f"{STEP}:0")
+    columns = tokens["columns"]
+    assert {len(values) for values in columns.values()} == {tokens["num"]}
+    assert "".join(columns["text"]).startswith("Let me compute.")
+    sampled = [i for i, one in enumerate(columns["mask"]) if one]
+    assert all(columns["ratio"][i] is not None for i in sampled)
+    assert columns["version"][0] == 0
+
+
+def test_tokens_are_shown_as_ids_without_a_tokenizer(folder: Path):
+    (folder / "model" / "tokenizer.json").unlink()
+    assert "text" not in list_tokens(RunReader(folder), f"{STEP}:0")["columns"]
+
+
+def test_tokens_of_another_attempt_are_not_shown(folder: Path):
+    path = folder / "rollouts" / "step_000002.jsonl"
+    line = json.loads(path.read_text().splitlines()[0])
+    for key, value in (("loss_mask", 1), ("response_ids", 65), ("rollout_log_probs", -1.0)):
+        line["request"][key].append(value)
+    path.write_text(json.dumps(line) + "\n")
+    tokens = list_tokens(RunReader(folder), f"{STEP}:0")
+    assert tokens["note"] == "the sequence was not in the batch"
+    assert "ratio" not in tokens["columns"]
+
+
+def test_tokens_of_a_sequence_are_paged(run: RunReader, monkeypatch: pytest.MonkeyPatch):
+    whole = list_tokens(run, f"{STEP}:0")["columns"]
+    monkeypatch.setattr(trajectories, "MAX_TOKENS", 10)
+    page = list_tokens(run, f"{STEP}:0", start=20)
+    assert page["columns"] == {key: values[20:30] for key, values in whole.items()}
+
+
+def test_differences_name_the_keys_that_differ():
+    first, second = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}, "d": None}
+    assert find_differences([first, second]) == [
+        ("a.b", ["1", "3"]),
+        ("d", ["not set", "null"]),
+    ]
+
+
+def test_files_in_the_own_folder_of_each_run_are_no_difference():
+    first, second = (
+        {
+            "trainer": {"default_local_dir": folder},
+            "model": {"path": f"{folder}/policy"},
+            "d": [data],
+        }
+        for folder, data in (("/runs/a", "/runs/ab/x"), ("/runs/b", "/runs/b/x"))
+    )
+    assert find_differences([first, second]) == [
+        ("d", ['["/runs/ab/x"]', '["${trainer.default_local_dir}/x"]'])
+    ]
+
+
+def test_numbers_that_are_not_finite_become_text():
+    assert queries.to_json({"a": [float("nan"), (1.5,)]}) == '{"a": ["nan", [1.5]]}'
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="not the folder of a run"):
+        RunReader(tmp_path).check()
+    with pytest.raises(ConfigError, match="no folder"):
+        RunReader(tmp_path / "none").check()

@@ -1,0 +1,58 @@
+"""The server answers only who has its address."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from agentrl.viewer.runs import RunReader
+from agentrl.viewer.server import ViewServer
+from tests.fakes.viewer_runs import write_view_run
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[ViewServer]:
+    server = ViewServer([RunReader(write_view_run(tmp_path / "run", num_steps=1))])
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def get(address: str, **headers: str) -> tuple[int, Any, str]:
+    async with aiohttp.ClientSession() as client, client.get(address, headers=headers) as answer:
+        is_json = answer.content_type == "application/json"
+        body = await answer.json() if is_json else await answer.text()
+        return answer.status, body, answer.headers.get("Content-Security-Policy", "")
+
+
+async def test_the_page_has_a_policy_that_allows_only_its_own_files(server: ViewServer):
+    status, _, policy = await get(server.address)
+    assert status == 200
+    assert policy.startswith("default-src 'self';")
+    assert "unsafe" not in policy
+
+
+async def test_without_the_token_or_with_another_host_nothing_is_served(server: ViewServer):
+    origin = server.address.rsplit("/", 2)[0]
+    assert (await get(f"{origin}/"))[0] == 403
+    assert (await get(f"{origin}/wrong/api/runs"))[0] == 403
+    assert (await get(f"{server.address}api/runs", Host="example.com"))[0] == 403
+    assert (await get(f"{server.address}api/runs"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["api/none?run=0", "api/runs2", "api/list?run=7", "api/trajectory?run=0&id=../x:1",
+     "api/list?run=0&offset=-1", "api/step?run=0", "../../etc/passwd"],
+)  # fmt: skip
+async def test_what_does_not_exist_is_not_found(server: ViewServer, path: str):
+    assert (await get(server.address + path))[0] in (403, 404)
+
+
+async def test_lists_are_answered_as_json(server: ViewServer):
+    status, body, _ = await get(f"{server.address}api/list?run=0&file=rollouts/step_000001&limit=3")
+    assert (status, body["total"], len(body["rows"])) == (200, 16, 3)
