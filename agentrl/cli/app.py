@@ -420,9 +420,11 @@ def prepare_search_index(
     from agentrl.config.schema.prepare import SearchIndexConfig
     from agentrl.data.prepare.search_index import prepare_search_index as prepare
     from agentrl.plugins.keys import read_keys
+    from agentrl.progress import ProgressDisplay
 
     given = {"out_dir": out_dir, "corpus": corpus, "stopwords": stopwords, "k1": k1, "b": b}
-    files = prepare(read_keys(SearchIndexConfig, given, key="prepare search-index"))
+    config = read_keys(SearchIndexConfig, given, key="prepare search-index")
+    files = prepare(config, ProgressDisplay(Console()))
     _list_files([files.index_dir], made=files.made)
     typer.echo(f"{files.num_documents:,} documents")
 
