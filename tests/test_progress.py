@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import logging
 import os
 import pty
 import re
@@ -11,8 +10,6 @@ import sys
 import termios
 import threading
 import time
-import warnings
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -196,11 +193,16 @@ def test_a_display_ends_with_its_last_task_and_can_start_again():
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     display = ProgressDisplay(console, "live")
     before = threading.active_count()
-    for _ in range(2):
-        with pytest.raises(ValueError, match="broken"), display.bar("work", 3):
+
+    def work() -> None:
+        with display.bar("work", 3):
             assert display.is_live
             assert threading.active_count() == before + 1
             raise ValueError("broken")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken"):
+            work()
         assert not display.is_live
         assert threading.active_count() == before
 
