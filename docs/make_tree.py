@@ -6,8 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = """cli __main__.py commands doctor viewer trainer cluster quickstart compat workers
 collate.py algorithms rewards agent_loops rollout engines tools interactions data sandbox clients
-plugins media answers.py config protocol messages.py remote_io.py atomic_io.py
-validation_messages.py errors.py"""
+media answers.py plugins config protocol messages.py remote_io.py atomic_io.py
+validation_messages.py progress.py errors.py"""
 """From the top layer down."""
 OUTSIDE = {
     "configs/tool_config/": "tools of the bundled examples, as YAML",

@@ -285,6 +285,31 @@ def audit(
     raise typer.Exit(int(audit_run(folder, Console()) > 0))
 
 
+_PUSH_HELP = (
+    "Publish the exported policy of a run on the Hugging Face Hub, with its model card.\n\n"
+    "Needs a token that may write: `hf auth login`, or HF_TOKEN. HF_ENDPOINT names another Hub."
+)
+
+
+@app.command(help=_PUSH_HELP)
+def push(
+    folder: Annotated[Path, _argument("FOLDER", "Folder of a run, or of a Hugging Face model.")],
+    repo: Annotated[str, _argument("REPO", "owner/name; the repository is made if missing.")],
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a new repository private.")
+    ] = False,
+    revision: Annotated[str | None, _option("Branch to push to, made if missing.")] = None,
+    message: Annotated[str | None, _option("Message of the commit.")] = None,
+) -> None:
+    """Publish the exported policy of a run."""
+    with importing():
+        from agentrl.commands.push import PushOptions
+        from agentrl.commands.push import push as push_model
+
+    options = PushOptions(private=private, revision=revision, message=message)
+    typer.echo(f"pushed: {push_model(folder, repo, options, typer.echo)}")
+
+
 # Checks.
 
 _DOCTOR_HELP = (
@@ -471,9 +496,11 @@ def prepare_search_index(
     from agentrl.config.schema.prepare import SearchIndexConfig
     from agentrl.data.prepare.search_index import prepare_search_index as prepare
     from agentrl.plugins.keys import read_keys
+    from agentrl.progress import ProgressDisplay
 
     given = {"out_dir": out_dir, "corpus": corpus, "stopwords": stopwords, "k1": k1, "b": b}
-    files = prepare(read_keys(SearchIndexConfig, given, key="prepare search-index"))
+    config = read_keys(SearchIndexConfig, given, key="prepare search-index")
+    files = prepare(config, ProgressDisplay(Console()))
     _list_files([files.index_dir], made=files.made)
     typer.echo(f"{files.num_documents:,} documents")
 

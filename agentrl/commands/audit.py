@@ -26,6 +26,7 @@ from agentrl.config import RunConfig, parse_config
 from agentrl.config.schema.reward import RewardConfig
 from agentrl.data.order import DataOrder
 from agentrl.errors import AgentRLError, DataError
+from agentrl.progress import NO_PROGRESS, Progress, ProgressDisplay
 from agentrl.protocol import DataProto
 from agentrl.rewards import combine_rewards, make_reward_manager
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -118,7 +119,7 @@ def audit(run: Path, console: Console) -> int:
             file=folder or run,
             expected="a run with trainer.rollout_data_dir",
         )
-    checks = run_checks(config, run, folder)
+    checks = run_checks(config, run, folder, ProgressDisplay(console))
     table = Table("check", "compared", "differences", "", box=None)
     for one in checks:
         found = str(len(one.differences)) if one.num or one.differences else "-"
@@ -145,7 +146,9 @@ def read_start(run: Path) -> RunConfig:
     return parse_config(content)
 
 
-def run_checks(config: RunConfig, run: Path, folder: Path) -> list[Check]:
+def run_checks(
+    config: RunConfig, run: Path, folder: Path, progress: Progress = NO_PROGRESS
+) -> list[Check]:
     """Run every check on every step."""
     digests = Check("digests", "files of rollouts and tokens, and their chain")
     lines = Check("lines", "trajectories: tokens, masks, turns, states; each once, all samples")
@@ -163,20 +166,22 @@ def run_checks(config: RunConfig, run: Path, folder: Path) -> list[Check]:
     files = sorted(folder.glob("step_*.jsonl"))
     with lines.collecting():
         _check_steps(files, logged)
-    for file in files:
-        with lines.collecting():
-            step = _read_step(file, logged)
-            with order.collecting():
-                _check_order(order, step, places, rows)
-            with versions.collecting():
-                _check_versions(versions, step)
-            with template.collecting():
-                _check_template(template, step, renderer, config)
-            with rewards.collecting():
-                _check_combined(rewards, step, config)
-            _check_samples(lines, step, config)
-            with advantages.collecting():
-                _check_batch(advantages, rewards, metrics, step, config)
+    with progress.bar("audit", len(files)) as advance:
+        for file in files:
+            with lines.collecting():
+                step = _read_step(file, logged)
+                with order.collecting():
+                    _check_order(order, step, places, rows)
+                with versions.collecting():
+                    _check_versions(versions, step)
+                with template.collecting():
+                    _check_template(template, step, renderer, config)
+                with rewards.collecting():
+                    _check_combined(rewards, step, config)
+                _check_samples(lines, step, config)
+                with advantages.collecting():
+                    _check_batch(advantages, rewards, metrics, step, config)
+            advance()
     return [digests, lines, rewards, advantages, versions, template, order, metrics]
 
 

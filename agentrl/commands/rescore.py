@@ -25,6 +25,7 @@ from agentrl.config.overrides import apply_overrides, key_of
 from agentrl.config.problems import raise_problems
 from agentrl.config.schema.reward import RewardConfig
 from agentrl.errors import ConfigError, Fault, printable
+from agentrl.progress import NO_PROGRESS, Advance, Progress, ProgressDisplay
 from agentrl.rewards import RewardManager, StreamingRewardManager, make_reward_manager
 from agentrl.rewards.combination import SHAPING
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -91,7 +92,8 @@ def rescore_from_file(
         ConfigError: for wrong keys, or if `out` exists.
         DataError: for a file that cannot be read.
     """
-    changes = rescore(file, read_reward_config(run_file, overrides), out=out)
+    config = read_reward_config(run_file, overrides)
+    changes = rescore(file, config, out=out, progress=ProgressDisplay(console))
     console.print(changes_table(changes))
     lines = [failure for change in changes.values() for failure in change.failures][:5]
     lines += [] if out is None else [f"written to {out}"]
@@ -124,7 +126,13 @@ def read_reward_config(run_file: Path | None, overrides: Sequence[str]) -> Rewar
     return config.reward
 
 
-def rescore(file: Path, config: RewardConfig, *, out: Path | None = None) -> dict[str, Change]:
+def rescore(
+    file: Path,
+    config: RewardConfig,
+    *,
+    out: Path | None = None,
+    progress: Progress = NO_PROGRESS,
+) -> dict[str, Change]:
     """Score a file of saved rollouts again.
 
     Completed trajectories are scored. Trajectories whose scoring failed are scored as completed
@@ -136,6 +144,7 @@ def rescore(file: Path, config: RewardConfig, *, out: Path | None = None) -> dic
         file: A file that a run wrote to `trainer.rollout_data_dir`.
         config: How to score.
         out: A new file for the trajectories with their new rewards; None to write none.
+        progress: Displays how many trajectories are scored.
 
     Returns:
         The changes by data source.
@@ -153,14 +162,23 @@ def rescore(file: Path, config: RewardConfig, *, out: Path | None = None) -> dic
     changes: dict[str, Change] = {}
     with asyncio.Runner() as runner:
         try:
-            lines = _rescored_lines(read_trajectories(file), manager, runner, changes)
-            if out is None:
-                deque(lines, maxlen=0)  # consume the iterator
-            else:
-                save_lines(out, lines)
+            with progress.bar("rescore", _count_lines(file)) as advance:
+                saved = read_trajectories(file)
+                lines = _rescored_lines(saved, manager, runner, changes, advance)
+                if out is None:
+                    deque(lines, maxlen=0)  # consume the iterator
+                else:
+                    save_lines(out, lines)
         finally:
             runner.run(manager.close())
     return changes
+
+
+def _count_lines(file: Path) -> int | None:
+    if not file.is_file():
+        return None
+    with file.open("rb") as lines:
+        return sum(1 for _ in lines)
 
 
 def _rescored_lines(
@@ -168,12 +186,14 @@ def _rescored_lines(
     manager: RewardManager,
     runner: asyncio.Runner,
     changes: dict[str, Change],
+    advance: Advance,
 ) -> Iterable[Line]:
     pictures = PictureCollector()
     for _, group in groupby(saved, key=lambda trajectory: trajectory.step):
         of_step = list(group)
         fresh = [unscored(trajectory.request) for trajectory in of_step]
         runner.run(score_as_in_run(manager, fresh))
+        advance(len(fresh))
         for trajectory, new in zip(of_step, fresh, strict=True):
             old = trajectory.request
             keep_shaping(old, new)

@@ -139,9 +139,9 @@ async def roll_out(
 ) -> list[AsyncRolloutRequest]:
     """Run requests to their ends, score them, and close plug-ins and engine."""
     try:
-        with run.run_logger.bar("rollout", len(requests)) as advance:
+        with run.run_logger.requests_bar("rollout", len(requests)) as count:
             finished = await drive_and_score(
-                manager, run.plugins.rewards, requests, on_finished=lambda _: advance(1)
+                manager, run.plugins.rewards, requests, on_finished=count
             )
         manager.apply_failure_policy(finished)
         return finished

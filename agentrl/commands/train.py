@@ -52,6 +52,7 @@ def open_run(file: RunFile, console: Console | None = None) -> Iterator[Prepared
     config = with_absolute_paths(file.config)
     world = start_world(config.trainer.device, timeout_s=config.trainer.collective_timeout_s)
     run_logger = RunLogger(config.trainer, is_main=world.is_main, console=console)
+    run_logger.show_stages(world.status)
     try:
         if file.report is not None:
             run_logger.info(f"{file.path}: {file.report.summarize()}")

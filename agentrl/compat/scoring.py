@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn, TypeVar
 
-from agentrl.answers import Method, extract_gsm8k_answer
+from agentrl.answers import Method, extract_gsm8k_answer, is_same_answer, last_boxed
 from agentrl.errors import ConfigError, RewardError, SandboxError
 from agentrl.rewards import gsm8k, math_answer, math_dapo, qa
 from agentrl.rewards.managers import get_reward_manager, register_reward_manager
-from agentrl.rewards.math_answer import is_same_answer, last_boxed
 from agentrl.rewards.sources import BUNDLED, find_bundled
 from agentrl.rewards.sources import default_compute_score as own_default_compute_score
 from agentrl.sandbox import Execution, ExecutionEnd

@@ -17,9 +17,9 @@ from agentrl.errors import ConfigError, ServiceError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins import load_class
 from agentrl.plugins.from_verl import VERL_TOOLS, translate
-from agentrl.rewards.math_answer import is_same_answer
 from agentrl.sandbox import Execution
 from agentrl.tools.base import BaseTool, ToolResult
+from agentrl.tools.geo3k_tool import Geo3kTool as OwnGeo3kTool
 from agentrl.tools.gsm8k_tool import Gsm8kTool as OwnGsm8kTool
 from agentrl.tools.image_zoom_in_tool import ImageZoomInTool as OwnImageZoomInTool
 from agentrl.tools.mcp_tool import MCPTool
@@ -88,16 +88,12 @@ class Gsm8kTool(OwnGsm8kTool):
         return f"Current parsed {answer=} {reward=}"
 
 
-class Geo3kTool(Gsm8kTool):
+class Geo3kTool(OwnGeo3kTool):
     """Scores answers to a problem of Geometry3K, compared as mathematics (extra `math`)."""
-
-    def judge(self, answer: str, ground_truth: str) -> tuple[str, float]:
-        """Compare an answer, which is not boxed."""
-        return answer, float(is_same_answer(answer, ground_truth))
 
     def describe(self, answer: str, number: str, score: float) -> str:
         """Write verl's text for a score."""
-        return super().describe(answer, "a number or not", score)
+        return f"Current parsed {answer=} reward={score}"
 
 
 class ImageZoomInTool(OwnImageZoomInTool):

@@ -123,7 +123,7 @@ MODULES: dict[str, str] = {
     "utils.reward_score.math_batch": "compat.scoring: compute_score_batched",
     "utils.reward_score.math_dapo": (
         "compat.scoring: compute_score=score_math_dapo last_boxed_only_string remove_boxed; "
-        "rewards.math_answer: normalize_final_answer=normalize_answer"
+        "answers: normalize_final_answer=normalize_answer"
     ),
     "utils.reward_score.math_reward": (
         "compat.scoring: compute_score=score_math is_equiv last_boxed_only_string remove_boxed"

@@ -7,8 +7,7 @@ as in `agentrl.rewards.math_answer`.
 import re
 from typing import Any
 
-from agentrl.answers import without_thought
-from agentrl.rewards.math_answer import is_same_answer, last_boxed
+from agentrl.answers import is_same_answer, last_boxed, without_thought
 from agentrl.rewards.scoring import read_text
 
 LONGEST_TAIL = 300

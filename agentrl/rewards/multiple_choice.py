@@ -9,9 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from agentrl.answers import without_thought
+from agentrl.answers import last_boxed, without_thought
 from agentrl.errors import RewardError
-from agentrl.rewards.math_answer import last_boxed
 from agentrl.rewards.scoring import read_text
 
 LONGEST_TAIL = 2000

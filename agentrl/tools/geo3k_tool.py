@@ -1,9 +1,6 @@
 """Score the policy's answers to a problem of Geometry3K."""
 
-from typing import Any
-
-from agentrl.messages import OpenAIFunctionToolSchema
-from agentrl.plugins import load_object
+from agentrl.answers import is_same_answer, last_boxed
 from agentrl.tools.bundled import function_schema, string_parameter
 from agentrl.tools.gsm8k_tool import Gsm8kTool
 
@@ -22,19 +19,11 @@ class Geo3kTool(Gsm8kTool):
         answer=string_parameter("The answer: a number or an expression in LaTeX, without unit."),
     )
 
-    def __init__(
-        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
-    ) -> None:
-        super().__init__(config, tool_schema)
-        # The scorers are in a layer above the tools; they are loaded by name, as a user's are.
-        self._last_boxed = load_object("agentrl.rewards.math_answer:last_boxed")
-        self._is_same = load_object("agentrl.rewards.math_answer:is_same_answer")
-
     def judge(self, answer: str, ground_truth: str) -> tuple[str, float]:
         """Return an answer without its box, and its score."""
-        boxed = self._last_boxed(answer)
+        boxed = last_boxed(answer)
         bare = (answer if boxed is None else boxed).strip()
-        return bare, float(self._is_same(bare, ground_truth))
+        return bare, float(is_same_answer(bare, ground_truth))
 
     def describe(self, answer: str, number: str, score: float) -> str:
         """Return a score as text for the policy."""

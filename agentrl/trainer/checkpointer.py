@@ -9,6 +9,7 @@ from agentrl.remote_io import Location, RemotePath, upload_folder
 from agentrl.trainer.components import TrainerComponents
 from agentrl.trainer.credit import CREDIT
 from agentrl.trainer.state.data_fingerprint import RECORD
+from agentrl.trainer.state.model_card import write_card
 from agentrl.trainer.state.resume import (
     archive_earlier_outputs,
     check_origin,
@@ -166,16 +167,23 @@ class Checkpointer:
             "step": step,
             "val_success": summary.val_success_after,
             "best_step": summary.best_step,
+            "tools": [tool.name for tool in self._components.setup.plugins.tools],
+            "data_sources": sorted({p.data_source for p in self._components.data.train}),
         }
         folder = self._folder / "trained"
         policy, tokenizer = self._components.actor.policy, self._components.setup.tokenizer
         is_adapter = self._config.trainer.export == "adapter" and policy.adapters is not None
         write = export_adapter if is_adapter else export_hf
         write(policy, tokenizer, folder, about=about)
+        on_main(self._world, lambda: self._write_card(folder))
         target = saved_folder(self._config) / folder.name
         if isinstance(target, RemotePath):
             on_main(self._world, lambda: self._upload(folder, target))
         return target
+
+    def _write_card(self, model: Path) -> None:
+        with self._components.run_logger.ignoring_write_errors("the model card"):
+            write_card(self._folder, model)
 
     def _upload(self, folder: Path, target: RemotePath) -> None:
         try:

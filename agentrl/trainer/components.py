@@ -131,6 +131,7 @@ def start_components(config: RunConfig, given: Given = NOTHING) -> TrainerCompon
     config = with_absolute_paths(config)
     world = start_world(config.trainer.device, timeout_s=config.trainer.collective_timeout_s)
     run_logger = RunLogger(config.trainer, is_main=world.is_main)
+    run_logger.show_stages(world.status)
     try:
         checked = check_run(config, world_size=world.size, build=given.build_plugins)
         ignored = find_placement_keys(config, "only `agentrl train` places a run on Ray")

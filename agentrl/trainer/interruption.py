@@ -67,9 +67,7 @@ class Interruption:
 
     def __init__(self, world: World, consequence: str = "completed work is saved") -> None:
         self._world = world
-        self._stopping = (
-            f"stopping: tools are released, {consequence}; Ctrl-C exits immediately\n"
-        ).encode()
+        self._stopping = f"stopping: tools are released, {consequence}; Ctrl-C exits immediately"
         self._asked_at: float | None = None
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
 
@@ -156,12 +154,21 @@ class Interruption:
         if self._asked_at is None:
             self._asked_at = now
             if self._world.is_main:
-                _write_error(self._stopping)
+                self._announce()
         elif number == signal.SIGINT and now - self._asked_at > ECHO_S:
+            if self._world.status.progress.is_live:
+                _write_error(b"\n")  # below the bars
             exit_immediately()
         if self._running is not None:
             loop, task = self._running
             loop.call_soon_threadsafe(task.cancel)  # wakes a loop that sleeps
+
+    def _announce(self) -> None:
+        progress = self._world.status.progress
+        if progress.is_live:  # what another writes would be drawn over
+            progress.post(self._stopping)
+        else:
+            _write_error(f"{self._stopping}\n".encode())
 
 
 def exit_immediately() -> NoReturn:

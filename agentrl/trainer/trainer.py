@@ -135,9 +135,7 @@ class Trainer:
         with rare_gc(), self._interruption.listening(), self.world.status.explain_errors():
             try:
                 self.begin()
-                while self.step < self.components.total_steps:
-                    self.end_step(self.train_step())
-                self.finish()
+                self._take_steps()
                 self._interruption.check()
                 return self.summary
             except Interrupted:
@@ -171,6 +169,16 @@ class Trainer:
             self.log_step(self.validate())
         if unlogged is not None:
             self.end_step(unlogged)
+
+    def _take_steps(self) -> None:
+        """Train from the first step to the last, and write the results."""
+        total = self.components.total_steps
+        shown = self.run_logger.progress.bar("steps", total, done=self.step, with_stage=True)
+        with shown as advance:
+            while self.step < total:
+                self.end_step(self.train_step())
+                advance()
+            self.finish()
 
     def train_step(self) -> dict[str, float]:
         """Run one step, from prompts to new weights in the engine; return its metrics."""
@@ -257,13 +265,13 @@ class Trainer:
         finished: list[AsyncRolloutRequest] = []
         with (
             self._interruption.together(),
-            self.run_logger.bar(plans[0].name, len(requests)) as advance,
+            self.run_logger.requests_bar(f"rollout {plans[0].name}", len(requests)) as count,
         ):
             scored = drive_and_score(
                 parts.manager,
                 parts.setup.plugins.rewards,
                 requests,
-                on_finished=lambda _: advance(1),
+                on_finished=count,
                 timer=self._timer,
             )
             finished += self._interruption.run(self._runner, scored)

@@ -8,7 +8,7 @@ these to report which rank is missing, what it did and why it ended.
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore
 
 from agentrl.errors import RankError
+from agentrl.progress import NO_PROGRESS, Advance, Progress
 
 MAX_REPORTED_RANKS = 8
 """An error describes at most this many ranks, and counts the others."""
@@ -67,11 +68,17 @@ class RankStatus:
     """What this rank does."""
     shared_error: Exception | None = None
     """The last error that all ranks raised together, each with its own text."""
+    progress: Progress = NO_PROGRESS
+    """Displays what this rank does; only the main rank has a display."""
 
     def enter(self, stage: str) -> None:
         """Record what this rank does from now on."""
         self.stage = stage
         self._write(RankReport(self.rank, stage, time.time()))
+
+    def count(self, total: int) -> AbstractContextManager[Advance]:
+        """Display how much of the current stage is done, during a `with` block."""
+        return self.progress.bar(self.stage, total)
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:

@@ -101,10 +101,11 @@ def compute_rows(
         micros = split_micro_batches(
             rows, range(shape[0]), budget, model.world, max_sharing_length=sharing
         )
-        with model.on_device():
+        with model.on_device(), model.world.status.count(shape[0]) as advance:
             for packed in micros:
                 with explain_out_of_memory(doing, packed, section=section):
                     found.append((packed, compute(packed)))
+                advance(len(packed.row_index))
     finally:
         model.train(was_training)
         model.release_gathered()

@@ -20,6 +20,7 @@ from torch import Tensor
 from agentrl.algorithms.aggregation import LossScale, count_sequences
 from agentrl.config.schema.training import UpdateConfig
 from agentrl.errors import DataError
+from agentrl.progress import Advance
 from agentrl.workers.batches import UpdateRows, split_micro_batches, split_mini_batches
 from agentrl.workers.distributed import World
 from agentrl.workers.memory import explain_out_of_memory, explain_out_of_memory_in_step
@@ -333,9 +334,10 @@ class Updater:
                 if keeps_outputs:
                     self._check_is_one_step(exchange)
                 objective, micros = make(rows.move(exchange)), list[MicroLoss]()
-                for index in exchange.mini_batches:
-                    micros, outcome = self._step(objective, index, len(outcomes))
-                    outcomes.append(outcome)
+                with self.world.status.count(sum(objective.find_computed())) as advance:
+                    for index in exchange.mini_batches:
+                        micros, outcome = self._step(objective, index, len(outcomes), advance)
+                        outcomes.append(outcome)
                 if keeps_outputs:
                     found = RowOutputs.of(micros, objective.rows.response_mask)
                     outputs = found.send_back(exchange)
@@ -388,13 +390,13 @@ class Updater:
             )
 
     def _step(
-        self, objective: Objective, index: Sequence[int], number: int
+        self, objective: Objective, index: Sequence[int], number: int, advance: Advance
     ) -> tuple[list[MicroLoss], dict[str, float] | SkippedStep]:
         """Train on one mini-batch; return no metrics if no token of it is trained."""
         mini = self._mini_batch(objective, index)
         if not mini.scale.batch_num_tokens:
             return [], {}
-        micros, sums = self._accumulate(mini)
+        micros, sums = self._accumulate(mini, advance)
         metrics = {objective.metric: 0.0, "loss": 0.0} | sums.totals(self.world)
         loss, grad_norm = metrics.pop("loss"), self.optimizer.grad_norm()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -412,13 +414,14 @@ class Updater:
             self.optimizer.drop_gradients()
         return micros, metrics | {f"{self.role}/grad_norm": grad_norm, f"{self.role}/lr": lr}
 
-    def _accumulate(self, mini: _MiniBatch) -> tuple[list[MicroLoss], MetricSums]:
+    def _accumulate(self, mini: _MiniBatch, advance: Advance) -> tuple[list[MicroLoss], MetricSums]:
         """Run the backward pass of every micro-batch; the gradients add up."""
         micros, sums = list[MicroLoss](), MetricSums()
         for packed in self._micro_batches(mini):
             micro = self._backward(packed, mini)
             sums.add({**micro.parts, "loss": micro.loss / mini.scale.dp_size})
             micros.append(micro)
+            advance(len(packed.row_index))
         return micros, sums
 
     def _micro_batches(self, mini: _MiniBatch) -> list[PackedBatch]:

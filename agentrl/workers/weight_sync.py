@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from agentrl.engines.protocol import FollowsUpdates, LoadsTower, SyncFigures
+from agentrl.progress import Advance
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.shards import full_tensor
 
@@ -92,12 +93,23 @@ async def sync_weights(
 async def _try_sync(policy: PolicyModel, engine: "Engine", version: int) -> SyncFigures:
     # The engine samples in the dtype of the layers.
     has_tower = isinstance(engine, LoadsTower) and engine.loads_tower
-    weights = iter_full_weights(policy, dtype=policy.compute_dtype, has_tower=has_tower)
-    try:
-        if engine.is_shared and not policy.world.is_main:
-            return SyncFigures()
-        return await engine.update_weights(weights, version=version)
-    finally:
-        # Exhaust the iterator: the other ranks wait in collectives for the rest of the weights.
-        for _ in weights:
-            pass
+    with policy.world.status.count(sum(1 for _ in policy.named_weights())) as advance:
+        weights = _counted(
+            iter_full_weights(policy, dtype=policy.compute_dtype, has_tower=has_tower), advance
+        )
+        try:
+            if engine.is_shared and not policy.world.is_main:
+                return SyncFigures()
+            return await engine.update_weights(weights, version=version)
+        finally:
+            # Exhaust the iterator: the other ranks wait in collectives for the rest of the weights.
+            for _ in weights:
+                pass
+
+
+def _counted(
+    weights: Iterator[tuple[str, Tensor]], advance: Advance
+) -> Iterator[tuple[str, Tensor]]:
+    for weight in weights:
+        advance()
+        yield weight

@@ -14,12 +14,12 @@ from agentrl.engines.vision import (
     run_body,
 )
 from agentrl.errors import ConfigError
-from agentrl.media.positions import compute_position_ids, place_runs
+from agentrl.media.positions import compute_position_ids
 from tests.fakes.engines import tiny_model
 from tests.fakes.vision_models import (
     FAMILIES,
     PLAIN_FAMILY,
-    encode_with_media,
+    encode_with_spans,
     load_picture,
     make_processor,
     make_vision_model,
@@ -32,9 +32,8 @@ from tests.fakes.vision_models import (
 @torch.no_grad()
 def test_pictures_by_index_give_the_states_of_the_models_own_forward(family: str):
     model, processor = make_vision_model(family), make_processor(family)
-    pictures = [load_picture(random_picture(seed, (40, 8 * (seed + 1)))) for seed in range(3)]
-    ids, runs = encode_with_media(processor, ["one ", pictures[0], pictures[1], "two", pictures[2]])
-    spans = place_runs([], runs)
+    first, second, third = [(seed, (40, 8 * (seed + 1))) for seed in range(3)]
+    ids, spans = encode_with_spans(processor, ["one ", first, second, "two", third])
     features = compute_features(model, [span.item for span in spans])
     placed = PlacedFeatures.join(
         [(span.start, found) for span, found in zip(spans, features, strict=True)]

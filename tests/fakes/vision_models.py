@@ -32,7 +32,7 @@ from transformers.models.qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl import Qwen3VLProcessor
 
-from agentrl.media.positions import Run
+from agentrl.media.positions import Run, place_runs
 from agentrl.media.processor import MediaProcessor
 from agentrl.media.records import LoadedMedia, MediaKind, MediaSpan
 
@@ -237,6 +237,21 @@ def encode_with_media(
             runs.append((start, start + item.run_length, item, offset))
         ids += new
     return ids, runs
+
+
+def load_parts(parts: Sequence[Any]) -> list[Any]:
+    """Texts and media as they are; random pictures for `(seed, (width, height))`."""
+    return [
+        load_picture(random_picture(*part)) if isinstance(part, tuple) else part for part in parts
+    ]
+
+
+def encode_with_spans(
+    processor: MediaProcessor, parts: Sequence[Any]
+) -> tuple[list[int], list[MediaSpan]]:
+    """Token ids of a whole prompt of `load_parts`, and the spans of its media."""
+    ids, runs = encode_with_media(processor, load_parts(parts))
+    return ids, place_runs([], runs)
 
 
 @torch.no_grad()

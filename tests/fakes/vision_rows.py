@@ -30,12 +30,11 @@ from tests.fakes.vision_models import (
     MERGE,
     PATCH,
     encode_with_media,
-    load_picture,
+    load_parts,
     make_hf_processor,
     make_processor,
     make_vision_config,
     make_vision_model,
-    random_picture,
 )
 
 TEMPERATURE = 0.8
@@ -70,9 +69,7 @@ def picture_row(
         mask_of: Whether the token of the response with an index is trained.
         **fields: Of the row.
     """
-    loaded = [
-        load_picture(random_picture(*part)) if isinstance(part, tuple) else part for part in parts
-    ]
+    loaded = load_parts(parts)
     ids, runs = encode_with_media(processor, loaded)
     length = len(encode_with_media(processor, loaded[:num_prompt_parts])[0])
     inside = {index for start, end, *_ in runs for index in range(start, end)}

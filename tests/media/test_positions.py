@@ -13,10 +13,10 @@ from tests.fakes.vision_models import (
     FAMILIES,
     PLAIN_FAMILY,
     encode_with_media,
-    load_picture,
+    encode_with_spans,
+    load_parts,
     make_processor,
     make_vision_model,
-    random_picture,
 )
 
 TEXTS = st.text("abc \n", max_size=6)
@@ -24,18 +24,8 @@ PICTURES = st.tuples(st.integers(0, 3), st.sampled_from([(16, 16), (40, 16), (16
 PARTS = st.lists(TEXTS | PICTURES, max_size=8)
 
 
-def load(parts: list[Any]) -> list[Any]:
-    return [
-        part if isinstance(part, str) else load_picture(random_picture(*part)) for part in parts
-    ]
-
-
 def encode(family: str, parts: list[Any]) -> tuple[list[int], list[Any]]:
-    loaded = [
-        part if isinstance(part, str) else load_picture(random_picture(*part)) for part in parts
-    ]
-    ids, runs = encode_with_media(make_processor(family), ["x", *loaded])
-    return ids, place_runs([], runs)
+    return encode_with_spans(make_processor(family), ["x", *parts])
 
 
 def model_positions(family: str, ids: list[int], spans: list[Any]) -> np.ndarray[Any, Any]:
@@ -69,7 +59,7 @@ def test_the_positions_of_a_part_are_those_of_the_whole(parts: list[Any], data: 
 @given(parts=PARTS, later=PARTS)
 def test_later_tokens_continue_from_the_last_picture(parts: list[Any], later: list[Any]) -> None:
     ids, spans = encode("qwen3_vl", parts)
-    more, runs = encode_with_media(make_processor("qwen3_vl"), load(later))
+    more, runs = encode_with_media(make_processor("qwen3_vl"), load_parts(later))
     appended = [*spans, *place_runs(spans, runs, shift=len(ids))]
     _, together = encode("qwen3_vl", [*parts, *later])
     assert [span[:2] + span[3:] for span in appended] == [span[:2] + span[3:] for span in together]

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from agentrl.answers import is_same_answer, last_boxed, normalize_answer
 from agentrl.errors import RewardError
-from agentrl.rewards.math_answer import compute_score, is_same_answer, last_boxed, normalize_answer
+from agentrl.rewards.math_answer import compute_score
 from tests.fakes.requests import build_request, said
 from tests.fakes.scorers import score
 

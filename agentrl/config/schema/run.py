@@ -466,6 +466,10 @@ class TrainerConfig(Section):
     """Seed of everything that has no other seed."""
     plot: bool = True
     """Draw `curve.png` at the end."""
+    progress: Literal["auto", "live", "plain", "off"] = "auto"
+    """What shows the progress of long work. auto: `live` in a terminal, else `plain`. live: bars
+    below the lines of the run. plain: a line a minute about work that takes longer than that. off:
+    nothing."""
 
 
 def _empty_if_null(section: object) -> object:

@@ -1,12 +1,10 @@
 """Convert Geometry3K to the row format: problems with a picture, and the settings of their tool."""
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from agentrl.config.schema.prepare import Geometry3kConfig
-from agentrl.data.files import Row, download_split, read_rows, write_parquet
-from agentrl.data.prepare.manifest import content_of, make_once
+from agentrl.data.files import Row, download_split, read_rows
+from agentrl.data.prepare.manifest import SPLITS, SplitFiles, convert_splits
 from agentrl.errors import DataError
 
 DATA_SOURCE = "hiyouga/geometry3k"
@@ -18,45 +16,33 @@ SYSTEM_PROMPT = (
 
 _MAKER = "geometry3k/1"
 _MARK = "<image>"
-_SPLITS = ("train", "test")
 _SOURCE = "a folder with train*.parquet and test*.parquet, as the hub has them"
 _OTHERWISE = f"prepare.geometry3k.source_dir: {_SOURCE}"
 
 
-class Geometry3kFiles(NamedTuple):
-    """The files, and whether this call made them."""
-
-    train: Path
-    test: Path
-    made: bool
-
-
-def prepare_geometry3k(config: Geometry3kConfig) -> Geometry3kFiles:
+def prepare_geometry3k(config: Geometry3kConfig) -> SplitFiles:
     """Write train.parquet and test.parquet, unless they exist.
 
     Raises:
         DataError: If the source cannot be read, or `out_dir` has other files of these names.
     """
-    out_dir = config.out_dir
-    train, test = files = [out_dir / f"{split}.parquet" for split in _SPLITS]
-    arguments = config.model_dump(mode="json", exclude={"out_dir", "source_dir"})
-    if config.source_dir is not None:
-        parts = [part for split in _SPLITS for part in _find_parts(config.source_dir, split)]
-        arguments["of"] = [content_of(part) for part in parts]
-    made = make_once(out_dir, _MAKER, arguments, files, lambda: _write(config, files))
-    return Geometry3kFiles(train, test, made)
+    folder = config.source_dir
+    return convert_splits(
+        config,
+        _MAKER,
+        [] if folder is None else [part for split in SPLITS for part in _find_parts(folder, split)],
+        lambda split: _read_split(config, split),
+        _row,
+    )
 
 
-def _write(config: Geometry3kConfig, files: Iterable[Path]) -> None:
-    for split, file in zip(_SPLITS, files, strict=True):
-        if config.source_dir is None:
-            source = f"{DATA_SOURCE}, {split}"
-            raw = download_split(DATA_SOURCE, split, otherwise=_OTHERWISE)
-        else:
-            source = str(config.source_dir)
-            raw = [row for part in _find_parts(config.source_dir, split) for row in read_rows(part)]
-        chosen = raw[: config.max_samples]
-        write_parquet(file, [_row(row, n, split, source) for n, row in enumerate(chosen)])
+def _read_split(config: Geometry3kConfig, split: str) -> tuple[list[Row], str]:
+    """Read the rows of a split, and name their source."""
+    if config.source_dir is None:
+        rows = download_split(DATA_SOURCE, split, otherwise=_OTHERWISE)
+        return rows, f"{DATA_SOURCE}, {split}"
+    parts = _find_parts(config.source_dir, split)
+    return [row for part in parts for row in read_rows(part)], str(config.source_dir)
 
 
 def _find_parts(folder: Path, split: str) -> list[Path]:

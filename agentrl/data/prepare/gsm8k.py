@@ -1,13 +1,9 @@
 """Convert GSM8K to the row format, with the settings of its tool and simulated user."""
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import NamedTuple
-
 from agentrl.answers import extract_gsm8k_answer
 from agentrl.config.schema.prepare import Gsm8kConfig
-from agentrl.data.files import Row, download_split, read_rows, write_parquet
-from agentrl.data.prepare.manifest import content_of, make_once
+from agentrl.data.files import Row, download_split, read_rows
+from agentrl.data.prepare.manifest import SPLITS, SplitFiles, convert_splits
 from agentrl.errors import DataError
 
 DATA_SOURCE = "openai/gsm8k"
@@ -17,43 +13,32 @@ SYSTEM_PROMPT = (
 )
 
 _MAKER = "gsm8k/1"
-_SPLITS = ("train", "test")
 _OTHERWISE = "prepare.gsm8k.source_dir: a folder with train.jsonl and test.jsonl"
 
 
-class Gsm8kFiles(NamedTuple):
-    """The files, and whether this call made them."""
-
-    train: Path
-    test: Path
-    made: bool
-
-
-def prepare_gsm8k(config: Gsm8kConfig) -> Gsm8kFiles:
+def prepare_gsm8k(config: Gsm8kConfig) -> SplitFiles:
     """Write train.parquet and test.parquet, unless they exist.
 
     Raises:
         DataError: If the source cannot be read, or `out_dir` has other files of these names.
     """
-    out_dir = config.out_dir
-    train, test = files = [out_dir / f"{split}.parquet" for split in _SPLITS]
-    arguments = config.model_dump(mode="json", exclude={"out_dir", "source_dir"})
-    if config.source_dir is not None:
-        arguments["of"] = [content_of(config.source_dir / f"{split}.jsonl") for split in _SPLITS]
-    made = make_once(out_dir, _MAKER, arguments, files, lambda: _write(config, files))
-    return Gsm8kFiles(train, test, made)
+    folder = config.source_dir
+    return convert_splits(
+        config,
+        _MAKER,
+        [] if folder is None else [folder / f"{split}.jsonl" for split in SPLITS],
+        lambda split: _read_split(config, split),
+        _row,
+    )
 
 
-def _write(config: Gsm8kConfig, files: Iterable[Path]) -> None:
-    for split, file in zip(_SPLITS, files, strict=True):
-        if config.source_dir is None:
-            source = f"{DATA_SOURCE}, {split}"
-            raw = download_split(DATA_SOURCE, split, subset="main", otherwise=_OTHERWISE)
-        else:
-            source = str(config.source_dir / f"{split}.jsonl")
-            raw = read_rows(source)
-        chosen = raw[: config.max_samples]
-        write_parquet(file, [_row(row, n, split, source) for n, row in enumerate(chosen)])
+def _read_split(config: Gsm8kConfig, split: str) -> tuple[list[Row], str]:
+    """Read the rows of a split, and name their source."""
+    if config.source_dir is None:
+        rows = download_split(DATA_SOURCE, split, subset="main", otherwise=_OTHERWISE)
+        return rows, f"{DATA_SOURCE}, {split}"
+    source = str(config.source_dir / f"{split}.jsonl")
+    return read_rows(source), source
 
 
 def _row(raw: Row, index: int, split: str, source: str) -> Row:

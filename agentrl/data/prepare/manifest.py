@@ -10,14 +10,18 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.atomic_io import atomic_file, remove_drafts
+from agentrl.config.schema.prepare import Geometry3kConfig, Gsm8kConfig
+from agentrl.data.files import Row, write_parquet
 from agentrl.errors import DataError
 
 Arguments = dict[str, Any]
+SPLITS = ("train", "test")
+"""The splits of a dataset that is converted."""
 _NAME = "manifest.json"
 _MAX_SHOWN = 60
 """Maximum length of a value in an error."""
@@ -170,3 +174,44 @@ def _write(path: Path, manifest: Manifest) -> None:
     with atomic_file(path) as partial:
         text = json.dumps(manifest.model_dump(mode="json"), indent=2)
         partial.write_text(text + "\n", encoding="utf-8")
+
+
+class SplitFiles(NamedTuple):
+    """The files of a converted dataset, and whether this call made them."""
+
+    train: Path
+    test: Path
+    made: bool
+
+
+def convert_splits(
+    config: Gsm8kConfig | Geometry3kConfig,
+    maker: str,
+    inputs: Sequence[Path],
+    read: Callable[[str], tuple[Sequence[Row], str]],
+    convert: Callable[[Row, int, str, str], Row],
+) -> SplitFiles:
+    """Write train.parquet and test.parquet to `out_dir`, unless they exist.
+
+    Args:
+        config: The settings of the dataset.
+        maker: Name and version of the conversion.
+        inputs: The files that are read; their content is recorded.
+        read: Returns the rows of a split, and their source for errors.
+        convert: Makes a row from a raw row, its index, its split and its source.
+
+    Raises:
+        DataError: See `make_once`, and those of `read` and `convert`.
+    """
+    files = [config.out_dir / f"{split}.parquet" for split in SPLITS]
+    arguments = config.model_dump(mode="json", exclude={"out_dir", "source_dir"})
+    if inputs:
+        arguments["of"] = [content_of(path) for path in inputs]
+
+    def write() -> None:
+        for split, file in zip(SPLITS, files, strict=True):
+            raw, source = read(split)
+            chosen = raw[: config.max_samples]
+            write_parquet(file, [convert(row, n, split, source) for n, row in enumerate(chosen)])
+
+    return SplitFiles(*files, made=make_once(config.out_dir, maker, arguments, files, write))

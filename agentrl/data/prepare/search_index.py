@@ -19,6 +19,7 @@ from agentrl.config.schema.prepare import SearchIndexConfig
 from agentrl.data.prepare.manifest import content_of, make_once
 from agentrl.errors import DataError
 from agentrl.plugins.environment import require_package
+from agentrl.progress import NO_PROGRESS, Advance, Progress
 
 _MAKER = "search-index/1"
 _FORMAT = "agentrl search index 1"
@@ -44,8 +45,10 @@ class _Text(NamedTuple):
     text: str
 
 
-def prepare_search_index(config: SearchIndexConfig) -> SearchIndexFiles:
-    """Make the index, unless it exists.
+def prepare_search_index(
+    config: SearchIndexConfig, progress: Progress = NO_PROGRESS
+) -> SearchIndexFiles:
+    """Make the index, unless it exists; display how many documents are read.
 
     Raises:
         DataError: If the corpus cannot be read, a row is not valid (with its line), or `out_dir`
@@ -61,18 +64,18 @@ def prepare_search_index(config: SearchIndexConfig) -> SearchIndexFiles:
     arguments = config.model_dump(mode="json", exclude={"out_dir", "corpus"})
     arguments["of"] = content_of(config.corpus)
     files = [out_dir / name for name in (_SCORES, _TEXTS, _OFFSETS, _INDEX)]
-    made = make_once(out_dir, _MAKER, arguments, files, lambda: _write(config))
+    made = make_once(out_dir, _MAKER, arguments, files, lambda: _write(config, progress))
     index = json.loads((out_dir / _INDEX).read_text(encoding="utf-8"))
     return SearchIndexFiles(out_dir, index["num_documents"], made)
 
 
-def _write(config: SearchIndexConfig) -> None:
+def _write(config: SearchIndexConfig, progress: Progress) -> None:
     out_dir, draft = config.out_dir, config.out_dir / _DRAFT
     shutil.rmtree(draft, ignore_errors=True)  # from a run that was killed
     draft.mkdir(parents=True)
     try:
-        with naming_path(out_dir):
-            num_documents = _build(config, draft)
+        with naming_path(out_dir), progress.bar("documents", None) as advance:
+            num_documents = _build(config, draft, advance)
             (out_dir / _INDEX).unlink(missing_ok=True)
             shutil.rmtree(out_dir / _SCORES, ignore_errors=True)
             for name in (_SCORES, _TEXTS, _OFFSETS):
@@ -91,7 +94,7 @@ def _write(config: SearchIndexConfig) -> None:
         partial.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _build(config: SearchIndexConfig, draft: Path) -> int:
+def _build(config: SearchIndexConfig, draft: Path, advance: Advance) -> int:
     """Write texts, offsets and scores. Return the number of documents."""
     import numpy as np
 
@@ -102,7 +105,10 @@ def _build(config: SearchIndexConfig, draft: Path) -> int:
     with (draft / _TEXTS).open("wb") as kept:
         texts = _write_texts(_read(config.corpus), kept, offsets)
         streamed = tokenizer.streaming_tokenize(texts, update_vocab=True, allow_empty=False)
-        words = [array("i", ids) for ids in streamed]
+        words: list[array[int]] = []
+        for ids in streamed:
+            words.append(array("i", ids))
+            advance()
     vocabulary = tokenizer.get_vocab_dict()
     if not vocabulary:
         raise DataError("the corpus has no words to index", file=config.corpus, expected=_EXPECTED)

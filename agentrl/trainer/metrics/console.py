@@ -8,6 +8,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from agentrl.progress import format_duration
 from agentrl.trainer.metrics.sinks import REWARD_KEYS, has_no_signal
 
 
@@ -131,20 +132,3 @@ class ConsoleSink:
 
     def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True)
-
-
-def format_duration(seconds: float) -> str:
-    """Write a duration in its two largest units.
-
-    Example:
-        >>> [format_duration(s) for s in (9, 61, 3700, 90000)]
-        ['9s', '1m01s', '1h01m', '1d01h']
-    """
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
-    if days:
-        return f"{days}d{h:02}h"
-    if hours:
-        return f"{h}h{m:02}m"
-    return f"{m}m{s:02}s" if minutes else f"{s}s"

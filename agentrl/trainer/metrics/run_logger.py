@@ -1,23 +1,18 @@
-"""The output of a run: lines, progress bars, metrics, and the learning curve at the end."""
+"""The output of a run: lines, progress, metrics, and the learning curve at the end."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from agentrl.atomic_io import remove_drafts
 from agentrl.config.schema.run import TrainerConfig
 from agentrl.errors import DataError
+from agentrl.progress import ProgressDisplay
 from agentrl.remote_io import locate
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.states import RequestState
 from agentrl.trainer.metrics.alerts import Alerts
 from agentrl.trainer.metrics.console import ConsoleSink
 from agentrl.trainer.metrics.curve import plot_curve
@@ -25,10 +20,11 @@ from agentrl.trainer.metrics.sinks import METRICS_FILE, JsonlSink, Sink, TensorB
 from agentrl.trainer.metrics.tracker_process import TrackedRun
 from agentrl.trainer.metrics.trackers import Generation, TrackerSink
 from agentrl.trainer.state.run_folder import RunLock
+from agentrl.workers.rank_status import RankStatus
 
 
 class RunLogger:
-    """Prints lines and progress bars, and logs metrics. Only the main rank prints and writes.
+    """Prints lines and progress, and logs metrics. Only the main rank prints and writes.
 
     Args:
         config: The run's folder and the sinks of its metrics.
@@ -41,19 +37,10 @@ class RunLogger:
     ) -> None:
         self._config = config
         self._is_main = is_main
-        self.console = console or Console(highlight=False)
+        is_live = config.progress == "live" or None
+        self.console = console or Console(highlight=False, force_terminal=is_live)
+        self.progress = ProgressDisplay(self.console, config.progress if is_main else "off")
         self._sinks: list[Sink] = []
-        is_terminal = self.console.is_terminal and not self.console.is_dumb_terminal
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-            disable=not (is_main and is_terminal),
-        )
         self._lock = RunLock(config.default_local_dir)
         self._alerts = Alerts(config.alerts, config.default_local_dir)
 
@@ -133,18 +120,26 @@ class RunLogger:
                 sink.log_generations(step, name, rows)
 
     @contextmanager
-    def bar(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Show a progress bar during a `with` block, if the output is a terminal.
+    def requests_bar(
+        self, name: str, num_requests: int
+    ) -> Iterator[Callable[[AsyncRolloutRequest], None]]:
+        """Show how many requests have ended or failed during a `with` block.
 
         Yields:
-            A function that advances the bar by a count.
+            A function that counts a request that has ended.
         """
-        self._progress.start()
-        bar = self._progress.add_task(name, total=total)
-        try:
-            yield lambda count: self._progress.advance(bar, count)
-        finally:
-            self._progress.remove_task(bar)
+
+        def count(request: AsyncRolloutRequest) -> None:
+            failed = int(request.state is RequestState.FAILED)
+            advance(failed=failed, tokens=request.num_response_tokens)
+
+        with self.progress.bar(name, num_requests) as advance:
+            yield count
+
+    def show_stages(self, status: RankStatus) -> None:
+        """Show what this rank does in the progress display, and let its work report to it."""
+        self.progress.stage = lambda: status.stage
+        status.progress = self.progress
 
     @contextmanager
     def ignoring_write_errors(self, what: str) -> Iterator[None]:
@@ -168,7 +163,6 @@ class RunLogger:
 
     def close(self) -> None:
         """Close what was opened; may be called twice."""
-        self._progress.stop()
         try:
             while self._sinks:
                 self._sinks.pop(0).close()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -53,18 +54,23 @@ def prepare_run(
 
 
 def _prepare_files(config: PrepareConfig, run_logger: RunLogger, tools: list[BaseTool]) -> None:
-    def make(what: str, folder: Path, make: Callable[[], bool]) -> None:
+    def make(what: str, folder: Path, make: Callable[[], bool], *, downloads: bool = False) -> None:
         reason = _describe_remake(folder)
-        run_logger.info(f"{what}: {folder}{reason if make() else ', made before'}")
+        # A download has a bar of its own.
+        with nullcontext() if downloads else run_logger.progress.bar(f"making {what}", None):
+            is_made = make()
+        run_logger.info(f"{what}: {folder}{reason if is_made else ', made before'}")
 
     if (problems := config.arithmetic) is not None:
         make("problems", problems.out_dir, lambda: prepare_arithmetic(problems).made)
     if (pictures := config.pictures) is not None:
         make("pictures", pictures.out_dir, lambda: prepare_pictures(pictures).made)
     if (gsm8k := config.gsm8k) is not None:
-        make("GSM8K", gsm8k.out_dir, lambda: prepare_gsm8k(gsm8k).made)
+        downloads = gsm8k.source_dir is None
+        make("GSM8K", gsm8k.out_dir, lambda: prepare_gsm8k(gsm8k).made, downloads=downloads)
     if (geometry := config.geometry3k) is not None:
-        make("Geometry3K", geometry.out_dir, lambda: prepare_geometry3k(geometry).made)
+        downloads, folder = geometry.source_dir is None, geometry.out_dir
+        make("Geometry3K", folder, lambda: prepare_geometry3k(geometry).made, downloads=downloads)
     if (policy := config.tiny_policy) is not None:
         schemas = [tool.tool_schema for tool in tools]
         make("policy", policy.out_dir, lambda: make_tiny_policy(policy, tools=schemas))
@@ -170,10 +176,10 @@ def _train(
     now: datetime,
 ) -> None:
     started = time.monotonic()
-    with run_logger.bar("warm-up", config.steps) as advance:
+    with run_logger.progress.bar("warm-up", config.steps) as advance:
 
         def on_step(step: SftStep) -> None:
-            advance(1)
+            advance(tokens=step.num_tokens)
             if step.step % max(1, config.steps // 4) == 0:
                 run_logger.info(f"  warm-up step {step.step}: loss {step.loss:.3f}")
 

@@ -205,8 +205,8 @@ def _in_use_error(owner: Owner | None, path: Path) -> ConfigError:
 
 STARTED_AS = "started_as"
 """Key of the start's folder in a checkpoint."""
-_STARTS = "starts"
-_RESOLVED = "resolved.yaml"
+STARTS = "starts"
+RESOLVED = "resolved.yaml"
 _GIT_TIMEOUT_S = 5
 
 
@@ -224,13 +224,13 @@ def write_start(folder: Path, config: RunConfig, *, num_ranks: int) -> str:
     Raises:
         OSError: if it cannot be written.
     """
-    names = [path.name for path in (folder / _STARTS).glob("[0-9]*")]
+    names = [path.name for path in (folder / STARTS).glob("[0-9]*")]
     number = 1 + max((int(name) for name in names if name.isdecimal()), default=0)
-    name = f"{_STARTS}/{number:04}"
+    name = f"{STARTS}/{number:04}"
     given = without_secrets(config.model_dump(mode="json", exclude_unset=True))
     files = {
         "config.yaml": yaml.safe_dump(given, sort_keys=False),
-        _RESOLVED: yaml.safe_dump(_resolved(config), sort_keys=False),
+        RESOLVED: yaml.safe_dump(_resolved(config), sort_keys=False),
         "run.json": json.dumps(_describe(num_ranks), indent=2) + "\n",
     }
     for file, text in files.items():
@@ -250,7 +250,7 @@ def changed_keys(start: Path, config: RunConfig) -> list[str]:
         A line for each key; no lines if there is no record to compare with.
     """
     try:
-        before = yaml.safe_load((start / _RESOLVED).read_text(encoding="utf-8"))
+        before = yaml.safe_load((start / RESOLVED).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return []
     old, new = dict(_leaves(before)), dict(_leaves(_resolved(config)))

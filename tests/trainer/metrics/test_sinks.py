@@ -3,7 +3,6 @@ import io
 import json
 import math
 import sys
-import threading
 
 import pytest
 from hypothesis import given
@@ -13,9 +12,12 @@ from rich.console import Console
 from agentrl.atomic_io import atomic_file
 from agentrl.config.schema.run import TrainerConfig
 from agentrl.errors import DataError, MissingExtraError
+from agentrl.rollout.states import StopReason
 from agentrl.trainer.metrics.console import ConsoleSink
 from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.metrics.sinks import JsonlSink, TensorBoardSink, read_metrics
+from agentrl.workers.rank_status import open_rank_status
+from tests.fakes.requests import build_request, said
 
 STEP = {
     "rollout/reward/mean": 0.125,
@@ -213,20 +215,29 @@ def test_a_log_file_gets_no_escape_codes_and_a_terminal_does():
     assert any("\x1b" in line for line in log_console([(1, STEP)], terminal=True))
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_drawn_on_terminals_only(terminal, tmp_path):
+@pytest.mark.parametrize(("mode", "is_main"), [("live", True), ("live", False), ("auto", True)])
+def test_progress_is_drawn_on_the_main_rank_on_terminals(mode, is_main, tmp_path):
     out = io.StringIO()
-    console = Console(file=out, width=80, force_terminal=terminal)
-    threads = threading.active_count()
-    run_logger = RunLogger(TrainerConfig(default_local_dir=tmp_path), console=console)
-    with run_logger.bar("train [1]", total=3) as advance:
-        ConsoleSink(console).log(1, STEP)
-        with run_logger.bar("gen", total=8) as advance_inner:
-            advance_inner(8)
-        advance(2)
-        assert (threading.active_count() > threads) == terminal, "nothing draws into a log file"
+    is_drawn = mode == "live" and is_main
+    console = Console(file=out, width=80, force_terminal=is_drawn)
+    config = TrainerConfig(default_local_dir=tmp_path, progress=mode)
+    run_logger = RunLogger(config, is_main=is_main, console=console)
+    requests = [build_request(said(2)), build_request(stop_reason=StopReason.FAILED)]
+    status = open_rank_status(None, rank=0, size=1, timeout_s=60.0)
+    run_logger.show_stages(status)
+    with run_logger.requests_bar("rollout train", len(requests)) as count:
+        for request in requests:
+            count(request)
+        status.enter("update_actor of step 1")
+        with status.count(8) as advance:
+            advance(2)
+            ConsoleSink(console).log(1, STEP)
+            assert run_logger.progress.is_live == is_drawn
+            if is_drawn:
+                run_logger.progress._live.refresh()
     run_logger.close()
-    assert ("train [1]" in out.getvalue()) == terminal
+    for text in ("2/2", "1 failed", "update_actor of step 1", "2/8"):
+        assert (text in out.getvalue()) == is_drawn
     assert "0.125" in out.getvalue()
 
 

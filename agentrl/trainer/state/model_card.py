@@ -1,0 +1,265 @@
+"""The model card of an exported policy: its base, how and on what it was trained, the results.
+
+The card is made from the run's folder only: the record of its last start, the metrics, and what the
+export wrote next to the model. It names files without their folders, and no machine.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from huggingface_hub import ModelCardData
+from omegaconf import OmegaConf
+
+import agentrl
+from agentrl.atomic_io import atomic_file
+from agentrl.config.secrets import without_secrets
+from agentrl.data.prepare.geometry3k import DATA_SOURCE as GEOMETRY3K
+from agentrl.data.prepare.gsm8k import DATA_SOURCE as GSM8K
+from agentrl.errors import DataError
+from agentrl.trainer.metrics.sinks import METRICS_FILE, REWARD_KEYS, read_metrics
+from agentrl.trainer.setup.huggingface import is_hub_name
+from agentrl.trainer.state.run_folder import RESOLVED, STARTS
+from agentrl.workers.export import ABOUT
+from agentrl.workers.lora import ADAPTER_CONFIG
+
+CARD = "README.md"
+_MAX_NAMES = 20
+"""Tools and data sources that are listed; further ones are counted."""
+_PACKAGES = ("torch", "transformers", "sglang", "peft")
+
+_LOAD = """from transformers import {name}, AutoTokenizer
+
+path = "."  # this folder, or the name of its repository
+tokenizer = AutoTokenizer.from_pretrained(path)
+model = {name}.from_pretrained(path, dtype="auto")
+"""
+_LOAD_ADAPTER = """from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+path = "."  # this folder, or the name of its repository
+tokenizer = AutoTokenizer.from_pretrained(path)
+model = AutoPeftModelForCausalLM.from_pretrained(path, dtype="auto")
+"""
+
+
+class Training(NamedTuple):
+    """What the run's folder records of the training of a model."""
+
+    config: Any
+    """Every key, as in `RunConfig`. Secrets are redacted, so it may be no valid configuration."""
+    start: Mapping[str, Any]
+    """`run.json` of the last start."""
+    about: Mapping[str, Any]
+    """What the export wrote next to the model."""
+    rewards: Sequence[tuple[int, float]]
+    """Step and mean training reward."""
+    validations: Mapping[str, Sequence[tuple[int, float]]]
+    """Step and success of each validation, by set."""
+
+    @classmethod
+    def read(cls, run: Path, model: Path) -> "Training":
+        """Read the records of a run, and of the model that it exported.
+
+        Raises:
+            DataError: If the folder has no record of a start.
+        """
+        starts = sorted((run / STARTS).glob("[0-9]*"))
+        if not starts:
+            raise DataError(
+                "no record of a start of a run",
+                file=run / STARTS,
+                expected="the folder of a run (trainer.default_local_dir)",
+            )
+        about = model / ABOUT
+        metrics = run / METRICS_FILE
+        lines = list(read_metrics(metrics)) if metrics.is_file() else []
+        rewards: list[tuple[int, float]] = []
+        validations: dict[str, list[tuple[int, float]]] = {}
+        for step, one in lines:
+            rewards += [(step, one[key]) for key in REWARD_KEYS if key in one][:1]
+            for name, value in one.items():
+                if name.startswith("val/") and name.endswith("/success"):
+                    validations.setdefault(name[4:-8], []).append((step, value))
+        return cls(
+            OmegaConf.create(yaml.safe_load((starts[-1] / RESOLVED).read_text("utf-8"))),
+            json.loads((starts[-1] / "run.json").read_text("utf-8")),
+            json.loads(about.read_text("utf-8")) if about.is_file() else {},
+            rewards,
+            validations,
+        )
+
+
+def write_card(run: Path, model: Path) -> None:
+    """Write the card of an exported model into its folder; an earlier card is replaced.
+
+    Raises:
+        DataError: If the run's folder has no record of a start.
+        OSError: If it cannot be written.
+    """
+    text = make_card(Training.read(run, model), model)
+    with atomic_file(model / CARD) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+def make_card(training: Training, model: Path) -> str:
+    """Return the text of the card, with its metadata as YAML."""
+    config, about = training.config, training.about
+    is_adapter = (model / ADAPTER_CONFIG).is_file()
+    vision = (model / "preprocessor_config.json").is_file()
+    base = _base(config)
+    data = ModelCardData(
+        base_model=base if _is_of_hub(base) else None,
+        datasets=_datasets(config) or None,
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="image-text-to-text" if vision else "text-generation",
+        tags=["agentrl", "reinforcement-learning", config.algorithm.adv_estimator],
+    )
+    name = "AutoModelForImageTextToText" if vision else "AutoModelForCausalLM"
+    what = "The adapter" if is_adapter else "The policy"
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {_plain(config.trainer.experiment_name)}",
+        f"{what} of a training run: {_code(_name(base))}, trained by reinforcement learning with "
+        f"{_code(config.algorithm.adv_estimator)} for {about.get('step', '?')} steps.",
+        "## Load",
+        f"```python\n{_LOAD_ADAPTER if is_adapter else _LOAD.format(name=name)}```",
+        "Render conversations with the tokenizer's chat template, as in training.",
+        "## Training",
+        _table("key", "value", _hyper_parameters(config, base)),
+        "## Data, rewards and tools",
+        "\n".join(f"- {line}" for line in _inputs(config, about)),
+        "## Results",
+        *_results(training),
+        "## Provenance",
+        "\n".join(f"- {line}" for line in _provenance(training.start)),
+    ]
+    return without_secrets("\n\n".join(part.rstrip() for part in parts)) + "\n"
+
+
+def _base(config: Any) -> str:
+    """Return the model from which the run started; before its warm-up, if it has one."""
+    sft = config.prepare.sft
+    return str(config.model.path if sft is None else sft.model_path)
+
+
+def _datasets(config: Any) -> list[str]:
+    """Return the data sets of the hub from which the run's rows were made."""
+    prepare = config.prepare
+    made = ((prepare.gsm8k, GSM8K), (prepare.geometry3k, GEOMETRY3K))
+    return [name for section, name in made if section is not None]
+
+
+def _hyper_parameters(config: Any, base: str) -> Iterator[tuple[str, object]]:
+    actor, algorithm, rollout = config.actor, config.algorithm, config.rollout
+    yield "base model", _name(base)
+    if config.prepare.sft is not None:
+        yield "supervised warm-up", f"{config.prepare.sft.steps} steps"
+    yield "algorithm.adv_estimator", algorithm.adv_estimator
+    yield "actor.policy_loss.loss_mode", actor.policy_loss.loss_mode
+    yield "actor.loss_agg_mode", actor.loss_agg_mode
+    yield "actor.optim", f"{actor.optim.name}, lr {actor.optim.lr:g}"
+    yield "actor.clip_ratio", actor.clip_ratio
+    if actor.use_kl_loss:
+        yield "actor.kl_loss_coef", f"{actor.kl_loss_coef:g} ({actor.kl_loss_type})"
+    if algorithm.use_kl_in_reward:
+        yield "algorithm.kl_ctrl.kl_coef", f"{algorithm.kl_ctrl.kl_coef:g}"
+    if config.model.lora_rank:
+        yield "model.lora_rank", f"{config.model.lora_rank} (alpha {config.model.lora_alpha})"
+    yield "data.train_batch_size", f"{config.data.train_batch_size} prompts"
+    yield "actor.ppo_mini_batch_size", actor.ppo_mini_batch_size
+    yield "actor.ppo_epochs", actor.ppo_epochs
+    yield "rollout.n", f"{rollout.n} samples of each prompt"
+    yield "rollout.temperature", rollout.temperature
+    yield "rollout.multi_turn.max_assistant_turns", rollout.multi_turn.max_assistant_turns
+    yield "data.max_prompt_length", config.data.max_prompt_length
+    yield "data.max_response_length", config.data.max_response_length
+    yield "trainer.seed", config.trainer.seed
+
+
+def _inputs(config: Any, about: Mapping[str, Any]) -> Iterator[str]:
+    files = [Path(file).name for file in config.data.train_files]
+    yield f"data files: {_names(files)}; validation: {_names(config.data.val_files)}"
+    if sources := about.get("data_sources"):
+        yield f"data sources: {_names(sources)}"
+    if names := _datasets(config):
+        yield f"made from: {_names(names)}"
+    yield f"rewards: {_names(_scorers(config))} (manager {_code(config.reward.manager)})"
+    if config.reward.model is not None:
+        yield f"reward model: {_code(_name(str(config.reward.model.path)))}"
+    yield f"tools: {_names(about.get('tools', [])) or 'none'}"
+
+
+def _scorers(config: Any) -> list[str]:
+    reward = config.reward
+    own = reward.custom_reward_function
+    if own is not None:
+        return [f"{_name(str(own.path))}:{own.name}"]
+    if not reward.functions:
+        return ["the bundled scorer of each data source"]
+    return [
+        f"{one.weight:g} x " + (f"{_name(one.path)}:{one.function}" if one.path else one.name)
+        for one in reward.functions
+    ]
+
+
+def _results(training: Training) -> Iterator[str]:
+    rows: list[tuple[str, object]] = []
+    if training.rewards:
+        (first, begun), (last, ended) = training.rewards[0], training.rewards[-1]
+        rows += [(f"mean training reward, step {first}", f"{begun:.3f}")]
+        rows += [(f"mean training reward, step {last}", f"{ended:.3f}")]
+    for name, found in training.validations.items():
+        best = max(found, key=lambda one: one[1])
+        for step, value in dict.fromkeys((found[0], best, found[-1])):
+            rows.append((f"success on {name}, step {step}", f"{value:.3f}"))
+    yield _table("figure", "value", rows) if rows else "The run logged no metrics to a file."
+
+
+def _provenance(start: Mapping[str, Any]) -> Iterator[str]:
+    git, hardware = start.get("git", {}), start.get("hardware", {})
+    yield f"agentrl {agentrl.__version__}, git revision {_code(git.get('agentrl') or 'unknown')}"
+    if git.get("directory"):
+        yield f"git revision of the working directory: {_code(git['directory'])}"
+    packages = start.get("packages", {})
+    named = [f"{name} {packages[name]}" for name in _PACKAGES if name in packages]
+    yield f"Python {start.get('python', '?')}, {', '.join(named)}"
+    devices = hardware.get("accelerators") or ["CPU"]
+    yield f"{start.get('num_ranks', 1)} ranks; devices: {_names(dict.fromkeys(devices))}"
+    yield f"last started {_plain(start.get('started', '?'))}"
+
+
+# Text.
+
+
+def _is_of_hub(name: str) -> bool:
+    return is_hub_name(name) and not (name.startswith("~") or Path(name).exists())
+
+
+def _name(name: str) -> str:
+    """Return the name of a hub model or a module, or of a file without its folders."""
+    return name if _is_of_hub(name) and not name.endswith(".py") else Path(name).name
+
+
+def _plain(value: object) -> str:
+    """Write a value so that it cannot be read as Markdown or HTML."""
+    text = " ".join(str(value).split())
+    return "".join(f"\\{char}" if char in "\\`*_[]<>#|" else char for char in text)
+
+
+def _code(value: object) -> str:
+    text = " ".join(str(value).split()).replace("`", "'").replace("|", "/")
+    return f"`{text}`"
+
+
+def _names(values: Iterable[object]) -> str:
+    names = [_code(value) for value in values]
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _table(left: str, right: str, rows: Iterable[tuple[str, object]]) -> str:
+    lines = [f"| {_plain(name)} | {_code(value)} |" for name, value in rows]
+    return "\n".join([f"| {left} | {right} |", "| --- | --- |", *lines])
