@@ -1,7 +1,8 @@
 """The model card of an exported policy: its base, how and on what it was trained, the results.
 
 The card is made from the run's folder only: the record of its last start, the metrics, and what the
-export wrote next to the model. It names files without their folders, and no machine.
+export wrote next to the model. It names files without their folders, and no machine and no date: a
+run that was resumed has the card of one that was never stopped.
 """
 
 import json
@@ -228,7 +229,6 @@ def _provenance(start: Mapping[str, Any]) -> Iterator[str]:
     yield f"Python {start.get('python', '?')}, {', '.join(named)}"
     devices = hardware.get("accelerators") or ["CPU"]
     yield f"{start.get('num_ranks', 1)} ranks; devices: {_names(dict.fromkeys(devices))}"
-    yield f"last started {_plain(start.get('started', '?'))}"
 
 
 # Text.
