@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -41,7 +40,6 @@ from agentrl.trainer.rollouts.token_files import TOKEN_COLUMNS, read_tokens, tok
 from agentrl.trainer.sampling import StepSamples, read_baselines
 from agentrl.trainer.setup.plugins import Plugins, import_plugins
 from agentrl.trainer.setup.rollout_setup import probe_model
-from agentrl.workers.distributed import World
 
 TOLERANCE = 1e-5
 """Largest difference, absolute plus relative, of two numbers that count as equal."""
@@ -89,18 +87,6 @@ class Step:
     def sampled(self) -> list[AsyncRolloutRequest]:
         """The training samples: all but the greedy rollouts of their prompts."""
         return [one for one in self.requests if one.sampling.temperature != 0]
-
-
-class _Alone:
-    """One process: what credit and baselines ask of the ranks."""
-
-    is_alone = True
-
-    def gather_flat(self, items: Any) -> list[Any]:
-        return list(items)
-
-
-_ALONE = cast("World", _Alone())
 
 
 def audit(run: Path, console: Console) -> int:
@@ -365,7 +351,7 @@ def _check_batch(
     _compare(advantages, step, batch, ["rollout_log_probs"])
     with rewards.collecting():
         _compare(rewards, step, batch, ["token_level_scores"])
-    credit = Credit(config.algorithm, _ALONE, is_before_update=before_update)
+    credit = Credit(config.algorithm, None, is_before_update=before_update)
     if (coefficient := step.metrics.get("actor/reward_kl_penalty_coeff")) is not None:
         credit.kl_ctrl.value = coefficient
     found = credit.compute(batch)
@@ -426,7 +412,7 @@ def _collate(step: Step, config: RunConfig) -> tuple[DataProto, bool]:
     if greedy := [one for one in step.requests if one.sampling.temperature == 0]:
         for one in greedy:
             one.dropped = None  # as it was when the baselines were read
-        baselines = read_baselines(greedy, config.reward, _ALONE)
+        baselines = read_baselines(greedy, config.reward, None)
         StepSamples(baselines=baselines).add_baselines(batch)
     return batch, before_update
 
