@@ -24,8 +24,10 @@ from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.rollouts.digests import DIGESTS_FILE, add_digest, drop_digests
 from agentrl.trainer.setup.rollout_setup import make_manager
 from agentrl.workers.distributed import stop_world
-from tests.fakes.runs import CALL, run_agentrl, tiny_run
+from tests.fakes.runs import CALL, read_lines, run_agentrl, scripted, tiny_run, write_yaml
+from tests.fakes.torchrun import ranks_of
 from tests.fakes.vision_runs import vision_run
+from tests.trainer.test_branch_runs import LOOP
 
 WORDS = ("#### 42", "well 17", "no 3 or 4", CALL, "#### 5 6 7", "it is 8")
 Line = dict[str, Any]
@@ -281,6 +283,26 @@ def test_changed_rows_are_found(run: Path, change: Callable[[list[Line]], Any], 
     assert check in found(run)
 
 
+def test_a_difference_names_request_file_and_both_values(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(lines: list[Line]) -> None:
+        lines[3]["combined_reward"] = 9.0
+
+    line = read_lines(run / "rollouts/step_000002.jsonl")[3]
+    rewrite(run, change)
+    output = run_agentrl(capsys, "audit", run)
+    assert output.code == 1
+    assert "rewards: the combined reward does not follow from its parts" in output.out
+    for text in (
+        f"file: {run}/rollouts/step_000002.jsonl",
+        f"request: {line['request']['request_id']}",
+        "saved: 9.0",
+        f"expected: {line['combined_reward']}",
+    ):
+        assert text in output.out
+
+
 @pytest.mark.parametrize(
     ("name", "check"),
     [
@@ -322,6 +344,7 @@ KINDS: dict[str, dict[str, Any]] = {
             "rollout_rs_threshold": 1e-16,
         },
     },
+    "gae": {"algorithm__adv_estimator": "gae", "critic__ppo_mini_batch_size": 2},
     "groups": {"algorithm__filter_groups": {"enable": True, "metric": "score"}},
     "two epochs": {"trainer__total_training_steps": 5},
 }
@@ -344,6 +367,63 @@ def test_a_resumed_run_has_no_difference(
     shutil.rmtree(tmp_path / "run/checkpoints/global_step_3")
     run = train(tiny_home, tmp_path / "run", trainer__total_training_steps=4, **changes)
     assert found(run) == {}
+
+
+@pytest.mark.slow
+def test_a_run_with_compaction_has_no_difference(
+    tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
+) -> None:
+    compaction = {
+        "trigger_tokens": 230,
+        "max_summary_tokens": 20,
+        "instruction": "Sum up.",
+    }
+    run = train(
+        tiny_home,
+        tmp_path / "run",
+        **scored,
+        is_scripted=False,
+        data__max_response_length=400,
+        rollout__engine=scripted(CALL, CALL, "42"),
+        rollout__multi_turn__max_tokens_per_turn=60,
+        rollout__multi_turn__compaction=compaction,
+    )
+    assert found(run) == {}
+    lines = read_lines(run / "rollouts/step_000001.jsonl")
+    assert any(line["summary"]["num_sequences"] > 1 for line in lines)
+
+
+@pytest.mark.slow
+def test_a_run_of_an_agent_loop_has_no_difference(
+    tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
+) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    entry = {"name": "parts", "_target_": f"{tmp_path}/loop.py:Parts"}
+    agent = {
+        "default_agent_loop": "parts",
+        "agent_loop_config_path": str(write_yaml(tmp_path / "loops.yaml", [entry])),
+    }
+    changes = {"rollout__agent": agent, "data__val_files": None} | scored
+    run = train(tiny_home, tmp_path / "run", **changes, is_scripted=False)
+    assert found(run) == {}
+    names = pq.read_table(run / "rollouts/step_000002.tokens.parquet")["request_id"]
+    assert len(names) > len(read_lines(run / "rollouts/step_000002.jsonl"))
+
+
+@pytest.mark.slow
+def test_a_run_on_two_ranks_has_no_difference(
+    tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
+) -> None:
+    folder = tmp_path / "run"
+    changes: dict[str, Any] = {
+        "trainer__rollout_data_dir": str(folder / "rollouts"),
+        "trainer__collective_timeout_s": 60,
+    }
+    file = write_yaml(tmp_path / "run.yaml", tiny_run(tiny_home, folder, **scored, **changes))
+    with ranks_of("agentrl", "train", str(file)) as ranks:
+        outputs = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in outputs] == [0, 0], "\n".join(rank.err for rank in outputs)
+    assert found(folder) == {}
 
 
 @pytest.mark.slow
