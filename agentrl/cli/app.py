@@ -269,20 +269,30 @@ def view(
 _AUDIT_HELP = (
     "Compute a run's account again from what it saved.\n\n"
     "Digests, tokens, masks, rewards, advantages, weight versions, the order of the data and the "
-    "metrics of each step. Needs saved rollouts (trainer.rollout_data_dir). Exits with 1 if "
-    "something does not follow from the rows."
+    "metrics of each step, and the weights of checkpoints. Needs saved rollouts "
+    "(trainer.rollout_data_dir). Exits with 1 if something does not follow from the rows."
 )
 
 
 @app.command(help=_AUDIT_HELP)
 def audit(
     folder: Annotated[Path, _argument("FOLDER", "trainer.default_local_dir of the run.")],
+    resample: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Compute the log-probabilities of N random turns again, with their weights.",
+        ),
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Chooses the turns of --resample.")] = 0,
 ) -> None:
     """Compute a run's account again from what it saved."""
     with importing():
         from agentrl.commands.audit import audit as audit_run
 
-    raise typer.Exit(int(audit_run(folder, Console()) > 0))
+    found = audit_run(folder, Console(), num_resampled=resample, seed=seed)
+    raise typer.Exit(int(found > 0))
 
 
 _PUSH_HELP = (

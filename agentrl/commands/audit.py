@@ -5,13 +5,13 @@ computed from the saved requests, and compared with the saved tokens and the log
 """
 
 import json
+import random
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,12 @@ from rich.table import Table
 from torch import Tensor
 
 from agentrl.collate import collate
+from agentrl.commands.resample import (
+    TurnChoice,
+    digest_checkpoint,
+    find_checkpoints,
+    resample,
+)
 from agentrl.config import RunConfig, parse_config
 from agentrl.config.schema.reward import RewardConfig
 from agentrl.data.order import DataOrder
@@ -42,7 +48,7 @@ from agentrl.trainer.rollouts.token_files import TOKEN_COLUMNS, read_tokens, tok
 from agentrl.trainer.sampling import StepSamples, read_baselines
 from agentrl.trainer.setup.plugins import Plugins, import_plugins
 from agentrl.trainer.setup.rollout_setup import probe_model
-from agentrl.workers.distributed import World
+from agentrl.workers.checkpoint import open_checkpoint
 
 TOLERANCE = 1e-5
 """Largest difference, absolute plus relative, of two numbers that count as equal."""
@@ -92,20 +98,14 @@ class Step:
         return [one for one in self.requests if one.sampling.temperature != 0]
 
 
-class _Alone:
-    """One process: what credit and baselines ask of the ranks."""
-
-    is_alone = True
-
-    def gather_flat(self, items: Any) -> list[Any]:
-        return list(items)
-
-
-_ALONE = cast("World", _Alone())
-
-
-def audit(run: Path, console: Console) -> int:
+def audit(run: Path, console: Console, *, num_resampled: int = 0, seed: int = 0) -> int:
     """Audit a run, and print a line for each check; return the number of differences.
+
+    Args:
+        run: The run's folder.
+        console: Where the result is printed.
+        num_resampled: Number of turns whose log-probabilities are computed again.
+        seed: Chooses these turns.
 
     Raises:
         DataError: If the folder has no saved rollouts of training, or no record of its start.
@@ -119,7 +119,10 @@ def audit(run: Path, console: Console) -> int:
             file=folder or run,
             expected="a run with trainer.rollout_data_dir",
         )
-    checks = run_checks(config, run, folder, ProgressDisplay(console))
+    choice = TurnChoice(
+        num_resampled, {0: None, **find_checkpoints(config, run)}, random.Random(seed)
+    )
+    checks = run_checks(config, run, folder, choice, ProgressDisplay(console))
     table = Table("check", "compared", "differences", "", box=None)
     for one in checks:
         found = str(len(one.differences)) if one.num or one.differences else "-"
@@ -147,20 +150,29 @@ def read_start(run: Path) -> RunConfig:
 
 
 def run_checks(
-    config: RunConfig, run: Path, folder: Path, progress: Progress = NO_PROGRESS
+    config: RunConfig,
+    run: Path,
+    folder: Path,
+    choice: TurnChoice | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> list[Check]:
-    """Run every check on every step."""
+    """Run every check on every step, and compare the log-probabilities of chosen turns."""
     digests = Check("digests", "files of rollouts and tokens, and their chain")
     lines = Check("lines", "trajectories: tokens, masks, turns, states; each once, all samples")
     rewards = Check("rewards", "combined rewards, and token rewards by their placement")
     advantages = Check("advantages", "masks, log-probabilities, advantages, returns of tokens")
     versions = Check("versions", "turns: the weights that sampled their tokens")
+    weights = Check("weights", "checkpoints: their weights with the digest of their step")
     template = Check("template", "trajectories: tokens against the template's rendering")
     order = Check("order", "prompts: rows of the data in the order of the seed")
     metrics = Check("metrics", "metrics that follow from the rows")
+    recorded = dict[int, str]()
     with digests.collecting():
-        _check_digests(digests, folder)
+        recorded |= _check_digests(digests, folder)
     logged = {one.step: one.metrics for one in read_metrics(run / METRICS_FILE)}
+    with weights.collecting():
+        _check_recorded(recorded, logged, config)
+    _check_weights(weights, recorded, config, run)
     renderer, rows = _load_template(config, template), list[tuple[int, int]]()
     places = _find_places(config, run, logged, order)
     files = sorted(folder.glob("step_*.jsonl"))
@@ -173,7 +185,9 @@ def run_checks(
                 with order.collecting():
                     _check_order(order, step, places, rows)
                 with versions.collecting():
-                    _check_versions(versions, step)
+                    _check_versions(versions, step, recorded)
+                if choice is not None:
+                    choice.offer(file, step.sampled)
                 with template.collecting():
                     _check_template(template, step, renderer, config)
                 with rewards.collecting():
@@ -182,14 +196,39 @@ def run_checks(
                 with advantages.collecting():
                     _check_batch(advantages, rewards, metrics, step, config)
             advance()
-    return [digests, lines, rewards, advantages, versions, template, order, metrics]
+    checks = [digests, lines, rewards, advantages, versions, weights, template, order, metrics]
+    if choice is not None and choice.num:
+        checks.append(_resample(config, choice, recorded))
+    return checks
 
 
-def _check_digests(check: Check, folder: Path) -> None:
+def _resample(config: RunConfig, choice: TurnChoice, recorded: Mapping[int, str]) -> Check:
+    check = Check("resample", "", len(choice.chosen))
+    if choice.left_out:
+        versions = ", ".join(map(str, sorted(choice.left_out)))
+        check.not_done = f"no checkpoint of the weights of versions {versions}; "
+    if not choice.chosen:
+        check.not_done += "no turn to compute again"
+        return check
+    with check.collecting():
+        result = resample(config, choice, recorded)
+        check.differences += result.differences
+        check.what = (
+            f"turns: log-probabilities of {result.num_tokens} tokens; largest difference "
+            f"{result.largest:.2g} nats, tolerance {result.tolerance:g}"
+        )
+        check.not_done = check.not_done and check.not_done + check.what
+    return check
+
+
+def _check_digests(check: Check, folder: Path) -> dict[int, str]:
+    """Check the digests of files; return those of weights, by version."""
     known = read_digests(folder)
     for one in known:
-        path = folder / one.file
         check.num += 1
+        if one.is_of_weights:
+            continue
+        path = folder / one.file
         if not path.is_file():
             raise DataError(f"{one.file} is missing", file=folder / DIGESTS_FILE)
         if (found := digest_file(path)) != one.digest:
@@ -203,6 +242,34 @@ def _check_digests(check: Check, folder: Path) -> None:
                 check.not_done = f"{path.name} has no digest: the run ended before it was written"
                 continue
             raise DataError("the file has no digest", file=path)
+    return {one.step: one.digest for one in known if one.is_of_weights}
+
+
+def _check_recorded(
+    recorded: Mapping[int, str], logged: Mapping[int, Mapping[str, float]], config: RunConfig
+) -> None:
+    """Check that the weights after each step since the first recorded one have a digest."""
+    first = min(recorded, default=None)
+    if first is None or not config.trainer.weight_digests:
+        return
+    for step in _training_steps(logged):
+        if step > first and step not in recorded:
+            raise DataError("the weights after a step have no digest", step=step)
+
+
+def _check_weights(check: Check, recorded: Mapping[int, str], config: RunConfig, run: Path) -> None:
+    """Compare the weights of each checkpoint with the digest of its step."""
+    found = find_checkpoints(config, run)
+    if unknown := sorted(found.keys() - recorded.keys()):
+        check.not_done = f"no digest of the weights of steps {', '.join(map(str, unknown))}"
+    for step in sorted(found.keys() & recorded.keys()):
+        check.num += 1
+        with check.collecting():
+            if (digest := digest_checkpoint(open_checkpoint(found[step]))) != recorded[step]:
+                raise DataError(
+                    "the weights are not those that the run had after the step",
+                    file=found[step], saved=recorded[step], found=digest,
+                )  # fmt: skip
 
 
 def _check_steps(files: Sequence[Path], logged: Mapping[int, Mapping[str, float]]) -> None:
@@ -243,7 +310,14 @@ def _check_samples(check: Check, step: Step, config: RunConfig) -> None:
             raise DataError("tokens of a trajectory that is not there", request=name)
 
 
-def _check_versions(check: Check, step: Step) -> None:
+def _check_versions(check: Check, step: Step, recorded: Mapping[int, str]) -> None:
+    """Check that weights of earlier steps sampled each turn, and that their digest is recorded.
+
+    A run that was resumed by a version that records digests has none of earlier steps.
+    """
+    first = min(recorded, default=step.number)
+    if first:
+        check.not_done = f"no digests of the weights before version {first}"
     for request in step.requests:
         for one in request.sequences:
             for turn in one.turns:
@@ -253,6 +327,12 @@ def _check_versions(check: Check, step: Step) -> None:
                         f"turn {turn.index} was sampled by weights of a later step",
                         file=step.file, request=one.request_id, saved=turn.weight_versions,
                     )  # fmt: skip
+                for version in {span.version for span in turn.weight_versions} - recorded.keys():
+                    if version >= first:
+                        raise DataError(
+                            f"turn {turn.index} was sampled by weights without a digest",
+                            file=step.file, request=one.request_id, version=version,
+                        )  # fmt: skip
 
 
 def _load_template(config: RunConfig, check: Check) -> ChatTemplate | None:
@@ -370,7 +450,7 @@ def _check_batch(
     _compare(advantages, step, batch, ["rollout_log_probs"])
     with rewards.collecting():
         _compare(rewards, step, batch, ["token_level_scores"])
-    credit = Credit(config.algorithm, _ALONE, is_before_update=before_update)
+    credit = Credit(config.algorithm, None, is_before_update=before_update)
     if (coefficient := step.metrics.get("actor/reward_kl_penalty_coeff")) is not None:
         credit.kl_ctrl.value = coefficient
     found = credit.compute(batch)
@@ -431,7 +511,7 @@ def _collate(step: Step, config: RunConfig) -> tuple[DataProto, bool]:
     if greedy := [one for one in step.requests if one.sampling.temperature == 0]:
         for one in greedy:
             one.dropped = None  # as it was when the baselines were read
-        baselines = read_baselines(greedy, config.reward, _ALONE)
+        baselines = read_baselines(greedy, config.reward, None)
         StepSamples(baselines=baselines).add_baselines(batch)
     return batch, before_update
 

@@ -102,13 +102,13 @@ class Credit:
 
     Args:
         config: The estimator, the KL in the reward and the correction.
-        world: The ranks.
+        world: The ranks; None: this process has the rows of all ranks.
         is_before_update: Whether `old_log_probs` are computed before the update; if not, they are
             those of its own forward pass (see `needs_old_log_probs`).
     """
 
     def __init__(
-        self, config: AlgorithmConfig, world: World, *, is_before_update: bool = True
+        self, config: AlgorithmConfig, world: World | None, *, is_before_update: bool = True
     ) -> None:
         self.config = config
         self.correction = config.rollout_correction.effective
@@ -170,7 +170,7 @@ class Credit:
         Raises:
             ConfigError: see `compute_advantage`.
         """
-        if self._world.is_alone:
+        if self._world is None or self._world.is_alone:
             return self._compute_whole(batch)
         whole = gather_batch(batch, *self._columns(batch), self._world)
         metrics = self._compute_whole(whole.data)
@@ -201,7 +201,10 @@ class Credit:
         names = [*CORRECTED[:2], "response_mask", IS_COMPUTED]
         if not {*names} <= set(tensors.keys()):
             return {}
-        whole = batch if self._world.is_alone else gather_batch(batch, names, [], self._world).data
+        if self._world is None or self._world.is_alone:
+            whole = batch
+        else:
+            whole = gather_batch(batch, names, [], self._world).data
         old, rollout, mask, computed = (tensors_of(whole)[name] for name in names)
         mask = mask.bool() & computed[:, None]
         return compute_rollout_correction_and_rejection_mask(

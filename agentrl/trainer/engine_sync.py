@@ -1,5 +1,6 @@
 """The engine's side of a training step: sleep, wake, new weights."""
 
+import time
 from dataclasses import dataclass
 
 from agentrl.config.schema.run import RunConfig
@@ -8,6 +9,7 @@ from agentrl.engines.protocol import MemoryTag, SharesDevices
 from agentrl.trainer.metrics.aggregators import MaxMetric, MetricDict, SumMetric
 from agentrl.workers.memory import give_back_cached
 from agentrl.workers.model import PolicyModel
+from agentrl.workers.weight_files import digest_weights, sum_placed_bits
 from agentrl.workers.weight_sync import SyncResult, sync_weights
 
 
@@ -26,12 +28,18 @@ class EngineSync:
     """Attempts of one weight sync."""
     gives_memory: bool
     """Whether the engine sleeps during the update."""
+    records_digest: bool = False
+    """Whether the trained weights are hashed with each sync."""
     last_sync: SyncResult | None = None
+    weight_digest: str | None = None
+    """Of the trained weights of the last sync, if `records_digest`."""
+    digest_s: float = 0.0
+    """Seconds that it took."""
 
     @classmethod
     def of(cls, config: RunConfig, engine: Engine, policy: PolicyModel) -> "EngineSync":
         """Read the settings from a configuration."""
-        is_cpu = policy.world.device.type == "cpu"
+        trainer, is_cpu = config.trainer, policy.world.device.type == "cpu"
         is_apart = engine.is_shared and not (
             isinstance(engine, SharesDevices) and engine.shares_devices
         )
@@ -39,6 +47,9 @@ class EngineSync:
             engine=engine,
             policy=policy,
             max_attempts=config.weight_sync.max_attempts,
+            records_digest=trainer.weight_digests
+            and trainer.rollout_data_dir is not None
+            and not trainer.val_only,
             gives_memory=config.rollout.free_cache_engine and not is_cpu and not is_apart,
         )
 
@@ -56,16 +67,25 @@ class EngineSync:
             EngineError: if its weights cannot be updated.
         """
         await self._wake(MemoryTag.WEIGHTS)
-        self.last_sync = await sync_weights(
-            self.policy, self.engine, version=version, max_attempts=self.max_attempts
-        )
+        with self.policy.on_device():
+            self.last_sync = await sync_weights(
+                self.policy, self.engine, version=version, max_attempts=self.max_attempts
+            )
+            if self.records_digest:
+                begun = time.monotonic()
+                trained = self.policy.trained_weights()
+                self.weight_digest = digest_weights(trained, self.policy.world, sum_placed_bits)
+                self.digest_s = time.monotonic() - begun
         await self._wake(MemoryTag.KV_CACHE)
 
     def metrics(self) -> MetricDict:
         """Measure the last sync, on this rank."""
         if self.last_sync is None:
             return {}
-        return {
+        found: MetricDict = (
+            {"timing_s/digest_weights": MaxMetric(self.digest_s)} if self.records_digest else {}
+        )
+        return found | {
             "weight_sync/seconds": MaxMetric(self.last_sync.seconds),
             "weight_sync/bytes": SumMetric(float(self.last_sync.num_bytes)),
             "weight_sync/buckets": SumMetric(float(self.last_sync.num_buckets)),

@@ -325,11 +325,16 @@ def read_metric(request: AsyncRolloutRequest, metric: str, reward: RewardConfig)
 
 
 def read_baselines(
-    greedy: Sequence[AsyncRolloutRequest], reward: RewardConfig, world: World
+    greedy: Sequence[AsyncRolloutRequest], reward: RewardConfig, world: World | None
 ) -> dict[int, float]:
     """Read the combined reward of each prompt's greedy rollout, over all ranks. A collective.
 
     The rollouts are marked as dropped, so that they are not used as samples.
+
+    Args:
+        greedy: The greedy rollouts of this rank.
+        reward: How rewards are combined.
+        world: The ranks; None: this process has the rollouts of all ranks.
 
     Returns:
         Rewards by prompt index, without failed rollouts.
@@ -338,4 +343,4 @@ def read_baselines(
     mine = [(one.batch_data_id, combine_rewards(one, reward).total) for one in scored]
     for request in greedy:
         request.dropped = request.dropped or IS_BASELINE
-    return dict(world.gather_flat(mine))
+    return dict(mine if world is None else world.gather_flat(mine))

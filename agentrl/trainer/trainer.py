@@ -155,6 +155,7 @@ class Trainer:
             self._last.record(self.step, self.summary, unlogged=state.unlogged)
         self.summary.count_preparation(self.components.seconds_prepare)
         self.sync_weights()
+        self.components.files.save_weights(self.step, self.engine_sync.weight_digest)
         self._timer.pop_metrics()  # these seconds are of no step
         unlogged = self._last.unlogged
         # If the checkpoint holds metrics that were not logged, log them now and drop a line of that
@@ -204,6 +205,7 @@ class Trainer:
             self._last.record(self.step, self.summary, unlogged=credit)
             self.sync_weights()
         parts.files.save_step(self.step, samples.everything, batch)
+        parts.files.save_weights(self.step, self.engine_sync.weight_digest)
         parts.files.save_skipped(self.step, samples.batch, [*learned.skipped, *update.skipped])
         return self.measure(samples, batch) | credit
 

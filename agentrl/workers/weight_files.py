@@ -6,7 +6,7 @@ The files are read, not mapped: mapped pages would count as memory of the proces
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from agentrl.workers.distributed import World
-from agentrl.workers.shards import local_slice
+from agentrl.workers.shards import LocalSlice, local_slice
 
 PIECE_BYTES = 2**24
 """Bytes that are read and converted at once."""
@@ -165,21 +165,57 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda tensor: tensor)
 
 
-def digest_weights(weights: Iterable[tuple[str, Tensor]], world: World) -> str:
+def sum_bits(part: LocalSlice) -> int:
+    """Add the bits of a slice of a float32 tensor as integers, which is exact in any order."""
+    bits = part.local.reshape(-1).view(torch.int32)
+    return sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(_DIGEST_PIECE))
+
+
+def sum_placed_bits(part: LocalSlice) -> int:
+    """Add the bits of a slice as integers, each times a factor of its position in the tensor.
+
+    Unlike `sum_bits`, this changes if values are exchanged. Sums of slices are sums of the tensor,
+    modulo 2**64.
+    """
+    rows = part.local.detach().reshape(len(part.local) if part.local.ndim else 1, -1)
+    bits = rows.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.itemsize])
+    columns = torch.zeros((), dtype=torch.int64, device=rows.device)
+    for size, start, whole in [*zip(part.local.shape, part.offset, part.shape, strict=True)][1:]:
+        columns = columns[..., None] * whole + torch.arange(start, start + size).to(rows.device)
+    columns, width = columns.reshape(-1), math.prod(part.shape[1:])
+    first = part.offset[0] if part.offset else 0
+    total, step = 0, max(1, _DIGEST_PIECE // max(1, rows.shape[1]))
+    for start in range(0, len(rows), step):
+        piece = bits[start : start + step].long()
+        at = torch.arange(first + start, first + start + len(piece), device=rows.device)
+        total += int((piece * (2 * (at[:, None] * width + columns) + 1)).sum())
+    return total
+
+
+def digest_weights(
+    weights: Iterable[tuple[str, Tensor]],
+    world: World | None,
+    sum_slice: Callable[[LocalSlice], int] = sum_bits,
+) -> str:
     """Hash the values of some weights, independent of their layout. A collective.
 
-    The bits of each tensor are added as integers, which is exact in any order.
+    Args:
+        weights: The weights by name.
+        world: The ranks that hold slices of them; None: the weights are whole.
+        sum_slice: Computes a number of a slice; those of all slices are added, modulo 2**64.
     """
     sums: dict[str, tuple[int, list[int]]] = {}
     for name, weight in weights:
-        slice_ = local_slice(weight, world)
-        total = 0
-        if not slice_.copy:
-            bits = slice_.local.reshape(-1).view(torch.int32)
-            total = sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(_DIGEST_PIECE))
-        sums[base_name(name)] = total, list(slice_.shape)
-    every = world.gather({name: total for name, (total, _) in sums.items()})
-    content = [(name, sum(one[name] for one in every), sums[name][1]) for name in sorted(sums)]
+        origin = (0,) * weight.ndim
+        whole = LocalSlice(weight, tuple(weight.shape), origin)
+        part = whole if world is None else local_slice(weight, world)
+        sums[base_name(name)] = 0 if part.copy else sum_slice(part), list(part.shape)
+    mine = {name: total for name, (total, _) in sums.items()}
+    every = [mine] if world is None else world.gather(mine)
+    totals = {name: sum(one[name] for one in every) for name in sorted(sums)}
+    content = [
+        (name, (total + 2**63) % 2**64 - 2**63, sums[name][1]) for name, total in totals.items()
+    ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

@@ -14,18 +14,28 @@ import pytest
 import torch
 
 from agentrl import Trainer
-from agentrl.commands.audit import read_start, run_checks
+from agentrl.commands.audit import Check, read_start, run_checks
+from agentrl.commands.resample import TurnChoice, find_checkpoints
 from agentrl.config import load_config, parse_config
 from agentrl.config.schema.run import TrainerConfig
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.errors import DataError
 from agentrl.trainer.components import start_components
 from agentrl.trainer.metrics.run_logger import RunLogger
-from agentrl.trainer.rollouts.digests import DIGESTS_FILE, add_digest, drop_digests
+from agentrl.trainer.rollouts.digests import (
+    DIGESTS_FILE,
+    add_digest,
+    add_weight_digest,
+    drop_digests,
+    read_digests,
+)
+from agentrl.trainer.rollouts.files import read_rollouts
 from agentrl.trainer.setup.rollout_setup import make_manager
 from agentrl.workers.distributed import stop_world
-from tests.fakes.runs import CALL, run_agentrl, tiny_run
+from tests.fakes.runs import CALL, read_lines, run_agentrl, scripted, tiny_run, write_yaml
+from tests.fakes.torchrun import ranks_of
 from tests.fakes.vision_runs import vision_run
+from tests.trainer.test_branch_runs import LOOP
 
 WORDS = ("#### 42", "well 17", "no 3 or 4", CALL, "#### 5 6 7", "it is 8")
 Line = dict[str, Any]
@@ -69,9 +79,13 @@ def original(
 
 @pytest.fixture
 def run(original: Path, tmp_path: Path) -> Path:
+    return copy_run(original, tmp_path)
+
+
+def copy_run(original: Path, tmp_path: Path) -> Path:
     """A copy that a test may change. Its rollouts are those of the copy."""
     copy = tmp_path / "run"
-    shutil.copytree(original, copy, ignore=shutil.ignore_patterns("trained", "*.safetensors"))
+    shutil.copytree(original, copy, ignore=shutil.ignore_patterns("trained"))
     for file in copy.glob("starts/*/resolved.yaml"):
         file.write_text(file.read_text().replace(str(original), str(copy)))
     return copy
@@ -179,6 +193,8 @@ def test_a_missing_line_and_a_changed_line_of_digests_are_found(run: Path) -> No
     file.write_text("".join(lines[1:]))
     assert "does not continue the chain" in found(run)["digests"]
     file.write_text("".join(lines[:-1]))
+    assert found(run) == {"weights": "the weights after a step have no digest"}
+    file.write_text("".join(lines[:-2]))
     assert "has no digest" in found(run)["digests"]
     file.write_text("".join(lines).replace('"step": 1', '"step": 2', 1))
     assert "does not continue the chain" in found(run)["digests"]
@@ -189,8 +205,21 @@ def test_the_last_step_cannot_be_removed_with_its_digests(run: Path) -> None:
     for file in folder.glob("step_000002*"):
         file.unlink()
     lines = (folder / DIGESTS_FILE).read_text().splitlines(keepends=True)
-    (folder / DIGESTS_FILE).write_text("".join(line for line in lines if '"step": 1' in line))
-    assert found(run) == {"lines": "the step has no file of rollouts"}
+    (folder / DIGESTS_FILE).write_text("".join(line for line in lines if '"step": 2' not in line))
+    assert found(run)["lines"] == "the step has no file of rollouts"
+
+
+def test_a_checkpoint_of_other_weights_is_found(run: Path) -> None:
+    add_weight_digest(run / "rollouts", 2, "0" * 64)
+    assert found(run) == {"weights": "the weights are not those that the run had after the step"}
+
+
+def test_a_damaged_checkpoint_is_found(run: Path) -> None:
+    (file,) = (run / "checkpoints/global_step_2").glob("rank_*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-40] ^= 1
+    file.write_bytes(content)
+    assert "is damaged" in found(run)["weights"]
 
 
 def test_damaged_digests_are_reported_and_stop_no_run(run: Path) -> None:
@@ -205,17 +234,18 @@ def test_damaged_digests_are_reported_and_stop_no_run(run: Path) -> None:
 
 def test_a_line_that_a_killed_run_wrote_in_part_is_written_again(run: Path) -> None:
     file = run / "rollouts" / DIGESTS_FILE
+    last = read_digests(file.parent)[-1]
     file.write_text(file.read_text()[:-20])
-    add_digest(run / "rollouts/step_000002.tokens.parquet", 2)
+    add_weight_digest(file.parent, last.step, last.digest)
     assert found(run) == {}
 
 
 # Rows that were changed together with their digests: found by what follows from them.
 
 
-def rewrite(run: Path, change: Callable[[list[Line]], Any]) -> None:
-    """Change the lines of step 2, and write the digests again."""
-    file = run / "rollouts/step_000002.jsonl"
+def rewrite(run: Path, change: Callable[[list[Line]], Any], step: int = 2) -> None:
+    """Change the lines of a step, and write the digests again."""
+    file = run / f"rollouts/step_{step:06d}.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     change(lines)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -234,12 +264,16 @@ def rewrite_tokens(run: Path, name: str) -> None:
     add_digests(run)
 
 
-def add_digests(run: Path) -> None:
+def add_digests(run: Path, weights_of_start: str | None = None) -> None:
     folder = run / "rollouts"
+    before = read_digests(folder)
     (folder / DIGESTS_FILE).unlink()
-    for step in (1, 2):
-        for suffix in ("jsonl", "tokens.parquet"):
-            add_digest(folder / f"step_{step:06d}.{suffix}", step)
+    for one in before:
+        if one.is_of_weights:
+            changed = None if one.step else weights_of_start
+            add_weight_digest(folder, one.step, changed or one.digest)
+        else:
+            add_digest(folder / one.file, one.step)
 
 
 def change_request(name: str, value: Any) -> Callable[[list[Line]], None]:
@@ -281,6 +315,26 @@ def test_changed_rows_are_found(run: Path, change: Callable[[list[Line]], Any], 
     assert check in found(run)
 
 
+def test_a_difference_names_request_file_and_both_values(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(lines: list[Line]) -> None:
+        lines[3]["combined_reward"] = 9.0
+
+    line = read_lines(run / "rollouts/step_000002.jsonl")[3]
+    rewrite(run, change)
+    output = run_agentrl(capsys, "audit", run)
+    assert output.code == 1
+    assert "rewards: the combined reward does not follow from its parts" in output.out
+    for text in (
+        f"file: {run}/rollouts/step_000002.jsonl",
+        f"request: {line['request']['request_id']}",
+        "saved: 9.0",
+        f"expected: {line['combined_reward']}",
+    ):
+        assert text in output.out
+
+
 @pytest.mark.parametrize(
     ("name", "check"),
     [
@@ -307,6 +361,66 @@ def test_a_run_without_saved_rollouts_is_an_error(
     assert "no record of a start" in output.err
 
 
+# Log-probabilities, computed again.
+
+
+@pytest.fixture(scope="module")
+def sampled(
+    tiny_home: Path, tmp_path_factory: pytest.TempPathFactory, scored: dict[str, Any]
+) -> Path:
+    """A run whose tokens its policy sampled; two of three steps have a checkpoint."""
+    folder = tmp_path_factory.mktemp("sampled") / "run"
+    changes: dict[str, Any] = {"trainer__save_freq": 2, "trainer__total_training_steps": 3}
+    return train(tiny_home, folder, is_scripted=False, **scored, **changes)
+
+
+def resampled(run: Path, num: int = 1000) -> Check:
+    """Compare the log-probabilities of turns; all by default."""
+    config = read_start(run)
+    choice = TurnChoice(num, {0: None, **find_checkpoints(config, run)}, random.Random(0))
+    checks = run_checks(config, run, run / "rollouts", choice)
+    stop_world()
+    return checks[-1]
+
+
+def test_log_probs_computed_again_are_those_at_sampling(
+    sampled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = run_agentrl(capsys, "audit", sampled, "--resample", 5, "--seed", 3)
+    stop_world()
+    assert output.code == 0, output.out
+    assert "no checkpoint of the weights of versions 1" in output.out
+    check = resampled(sampled)
+    assert check.num >= 16
+    assert check.differences == []
+
+
+def test_the_seed_chooses_the_turns(sampled: Path) -> None:
+    def chosen(seed: int, num: int = 4) -> list[tuple[str, int]]:
+        choice = TurnChoice(num, {0: None, 1: None, 2: None}, random.Random(seed))
+        for file in sorted((sampled / "rollouts").glob("step_*.jsonl")):
+            choice.offer(file, list(read_rollouts(file)))
+        return [(one.sequence.request_id, one.turn) for one in choice.chosen]
+
+    assert chosen(1) == chosen(1) != chosen(2)
+    assert len(set(chosen(1, 10_000))) == len(chosen(1, 10_000)) == 24
+
+
+def test_a_forged_log_prob_is_found(sampled: Path, tmp_path: Path) -> None:
+    run = copy_run(sampled, tmp_path)
+    rewrite(run, change_request("rollout_log_probs", lambda logs: [logs[0] - 0.01, *logs[1:]]), 1)
+    (difference,) = resampled(run).differences
+    assert "another log-probability" in str(difference)
+    assert {"request", "turn", "token", "saved", "expected"} <= difference.details.keys()
+
+
+def test_other_weights_than_the_recorded_ones_are_not_used(sampled: Path, tmp_path: Path) -> None:
+    run = copy_run(sampled, tmp_path)
+    add_digests(run, weights_of_start="0" * 64)
+    (difference,) = resampled(run).differences
+    assert difference.args[0] == "the weights of version 0 are not those that the run had"
+
+
 # Untouched runs of other kinds.
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -322,6 +436,7 @@ KINDS: dict[str, dict[str, Any]] = {
             "rollout_rs_threshold": 1e-16,
         },
     },
+    "gae": {"algorithm__adv_estimator": "gae", "critic__ppo_mini_batch_size": 2},
     "groups": {"algorithm__filter_groups": {"enable": True, "metric": "score"}},
     "two epochs": {"trainer__total_training_steps": 5},
 }
@@ -347,11 +462,72 @@ def test_a_resumed_run_has_no_difference(
 
 
 @pytest.mark.slow
+def test_a_run_with_compaction_has_no_difference(
+    tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
+) -> None:
+    compaction = {
+        "trigger_tokens": 230,
+        "max_summary_tokens": 20,
+        "instruction": "Sum up.",
+    }
+    run = train(
+        tiny_home,
+        tmp_path / "run",
+        **scored,
+        is_scripted=False,
+        data__max_response_length=400,
+        rollout__engine=scripted(CALL, CALL, "42"),
+        rollout__multi_turn__max_tokens_per_turn=60,
+        rollout__multi_turn__compaction=compaction,
+    )
+    assert found(run) == {}
+    lines = read_lines(run / "rollouts/step_000001.jsonl")
+    assert any(line["summary"]["num_sequences"] > 1 for line in lines)
+
+
+@pytest.mark.slow
+def test_a_run_of_an_agent_loop_has_no_difference(
+    tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
+) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    entry = {"name": "parts", "_target_": f"{tmp_path}/loop.py:Parts"}
+    agent = {
+        "default_agent_loop": "parts",
+        "agent_loop_config_path": str(write_yaml(tmp_path / "loops.yaml", [entry])),
+    }
+    changes = {"rollout__agent": agent, "data__val_files": None} | scored
+    run = train(tiny_home, tmp_path / "run", **changes, is_scripted=False)
+    assert found(run) == {}
+    names = pq.read_table(run / "rollouts/step_000002.tokens.parquet")["request_id"]
+    assert len(names) > len(read_lines(run / "rollouts/step_000002.jsonl"))
+
+
+@pytest.mark.slow
+def test_a_run_on_two_ranks_has_no_difference(
+    tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
+) -> None:
+    folder = tmp_path / "run"
+    changes: dict[str, Any] = {
+        "trainer__rollout_data_dir": str(folder / "rollouts"),
+        "trainer__collective_timeout_s": 60,
+    }
+    file = write_yaml(tmp_path / "run.yaml", tiny_run(tiny_home, folder, **scored, **changes))
+    with ranks_of("agentrl", "train", str(file)) as ranks:
+        outputs = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in outputs] == [0, 0], "\n".join(rank.err for rank in outputs)
+    assert found(folder) == {}
+
+
+@pytest.mark.slow
 def test_a_run_with_pictures_has_no_difference(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     Trainer(load_config(vision_run(tmp_path))).fit()
     stop_world()
-    torch.set_num_threads(threads)
-    checks = run_checks(read_start(tmp_path / "run"), tmp_path / "run", tmp_path / "rollouts")
+    config, run = read_start(tmp_path / "run"), tmp_path / "run"
+    choice = TurnChoice(6, {0: None, **find_checkpoints(config, run)}, random.Random(0))
+    checks = run_checks(config, run, tmp_path / "rollouts", choice)
+    stop_world()
+    assert checks[-1].num == 6
     assert [str(error) for one in checks for error in one.differences] == []
+    torch.set_num_threads(threads)

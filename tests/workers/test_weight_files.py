@@ -11,7 +11,14 @@ from agentrl.config.schema.training import FsdpConfig
 from agentrl.workers import load as load_module
 from agentrl.workers.distributed import World
 from agentrl.workers.load import load_causal_lm, load_policy, make_empty_lm
-from agentrl.workers.weight_files import StoredTensor, WeightFiles, stand_in_weights
+from agentrl.workers.shards import LocalSlice
+from agentrl.workers.weight_files import (
+    StoredTensor,
+    WeightFiles,
+    digest_weights,
+    stand_in_weights,
+    sum_placed_bits,
+)
 from tests.fakes.engines import tiny_model
 from tests.fakes.torchrun import ranks_of
 from tests.fakes.training import weights
@@ -129,3 +136,29 @@ def test_stand_in_weights_share_one_memory_and_are_taken_back(tmp_path: Path):
         assert len({weight.untyped_storage().data_ptr() for weight in matrices}) == 1
         assert lm(input_ids=torch.tensor([[0, 1]])).logits.isfinite().all()
     assert all(weight is own[name] for name, weight in lm.named_parameters())
+
+
+def test_digest_of_weights_is_that_of_their_slices(world: World):
+    weight = torch.randn(6, 4, 5)
+    halves = [
+        LocalSlice(part, (6, 4, 5), offset)
+        for part, offset in (
+            (weight[:2], (0, 0, 0)),
+            (weight[2:, :3], (2, 0, 0)),
+            (weight[2:, 3:], (2, 3, 0)),
+        )
+    ]
+    sums = [sum_placed_bits(one) for one in halves]
+    whole = sum_placed_bits(LocalSlice(weight, (6, 4, 5), (0, 0, 0)))
+    assert (sum(sums) - whole) % 2**64 == 0
+    digest = digest_weights([("w", weight)], world, sum_placed_bits)
+    assert digest == digest_weights([("w", weight)], None, sum_placed_bits)
+    for changed in (weight.flip(0), weight.flip(2), weight.roll(1, 1), weight + 1e-6):
+        assert digest != digest_weights([("w", changed)], None, sum_placed_bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_weights_of_any_dtype_and_shape_have_a_digest(dtype: torch.dtype):
+    weights = [torch.tensor(2.0), torch.ones(3), torch.ones(2, 3)]
+    named = [(str(n), one.to(dtype)) for n, one in enumerate(weights)]
+    assert len(digest_weights(named, None, sum_placed_bits)) == 64

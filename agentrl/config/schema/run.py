@@ -445,6 +445,9 @@ class TrainerConfig(Section):
     rollout_data_dir: UserPath | None = None
     """Folder for all training rollouts, as JSONL, and for what training computed for their tokens,
     as Parquet; null: they are not saved."""
+    weight_digests: bool = True
+    """With `rollout_data_dir`, hash the policy's trained weights after each step, with LoRA those
+    of the adapters: `agentrl audit` compares checkpoints with them."""
     validation_data_dir: UserPath | None = None
     """Folder for all validation rollouts, as JSONL; null: they are not saved."""
     nnodes: int = Field(default=1, ge=1)

@@ -1,10 +1,13 @@
-"""Digests of the files of saved rollouts, in a chain.
+"""Digests of the files of saved rollouts, and of the policy's weights, in a chain.
 
     rollouts/digests.jsonl
     {"file": "step_000010.jsonl", "step": 10, "digest": "5d...", "chain": "a1..."}
+    {"file": "weights_000010", "step": 10, "digest": "90...", "chain": "7c..."}
 
-`digest` is that of the file's content, `chain` that of the line before it with the name and the
-digest: a file that was changed, left out or moved is found, also if its own line was changed.
+`weights_000010` is no file: its digest is that of the policy's trained weights after step 10
+(`digest_weights` with `sum_placed_bits`). In other lines `digest` is that of the file's content.
+`chain` is the digest of the line before it with the name and the digest: a file that was changed,
+left out or moved is found, also if its own line was changed.
 """
 
 import json
@@ -16,6 +19,7 @@ from agentrl.atomic_io import atomic_file
 from agentrl.errors import DataError
 
 DIGESTS_FILE = "digests.jsonl"
+_WEIGHTS = "weights_"
 _SIZE = 16
 _FIRST = "0" * 2 * _SIZE
 _BLOCK_BYTES = 1 << 20
@@ -29,6 +33,11 @@ class FileDigest(NamedTuple):
     digest: str
     chain: str
 
+    @property
+    def is_of_weights(self) -> bool:
+        """Whether the line is of weights, and not of a file."""
+        return self.file.startswith(_WEIGHTS)
+
 
 def add_digest(path: Path, step: int) -> None:
     """Add a line for a file of rollouts. Lines of later steps, and of the same file, are dropped.
@@ -39,14 +48,31 @@ def add_digest(path: Path, step: int) -> None:
         OSError: If a file cannot be read or written.
         DataError: If the lines cannot be read.
     """
-    folder = path.parent
+    _add(path.parent, FileDigest(path.name, step, digest_file(path), ""))
+
+
+def add_weight_digest(folder: Path, step: int, digest: str) -> None:
+    """Add a line for the weights after a step, as `add_digest` does; if it is there, keep it.
+
+    A resumed run has the weights of its checkpoint, whose line it has written before.
+
+    Raises:
+        OSError: If the lines cannot be read or written.
+        DataError: If the lines cannot be read.
+    """
+    added = FileDigest(f"{_WEIGHTS}{step:06d}", step, digest, "")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not any(one[:3] == added[:3] for one in _read(folder)):
+        _add(folder, added)
+
+
+def _add(folder: Path, added: FileDigest) -> None:
     lines, is_cut = _read_lines(folder)
-    added = FileDigest(path.name, step, digest_file(path), "")
     must_write_all = is_cut
     for line in reversed(lines):  # only the last lines can be of this step or a later one
         one = _parse(line, folder)
-        must_write_all |= one.step > step or one.file == path.name
-        if one.step < step:
+        must_write_all |= one.step > added.step or one.file == added.file
+        if one.step < added.step:
             break
     if must_write_all:
         _write(folder, _without([_parse(line, folder) for line in lines], added))

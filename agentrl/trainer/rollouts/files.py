@@ -33,7 +33,7 @@ from agentrl.rewards import combine_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.metrics.trackers import TRACKERS, Generation
-from agentrl.trainer.rollouts.digests import add_digest
+from agentrl.trainer.rollouts.digests import add_digest, add_weight_digest
 from agentrl.trainer.rollouts.pictures import PictureCollector, read_picture, write_pictures
 from agentrl.trainer.rollouts.token_files import save_tokens, tabulate_tokens, token_path
 from agentrl.trainer.rollouts.transcript import Decode
@@ -331,6 +331,13 @@ class RolloutFiles:
                     save_tokens(path, tables)
                     add_digest(path, step)
         self._show(step, "rollout/generations", requests, config.log_train_generations)
+
+    def save_weights(self, step: int, digest: str | None) -> None:
+        """Add the digest of the policy's weights after a step to the digests of its files."""
+        folder = self._config.rollout_data_dir
+        if digest is not None and folder is not None and self._world.is_main:
+            with self._run_logger.ignoring_write_errors("the digest of the weights"):
+                add_weight_digest(folder, step, digest)
 
     def save_validation(
         self, step: int, requests: Sequence[AsyncRolloutRequest], name: str
