@@ -48,6 +48,7 @@ from agentrl.trainer.setup.plugins import EngineFactory, Given, Row, Tool, given
 from agentrl.trainer.setup.preflight import with_absolute_paths
 from agentrl.trainer.state.last_step import LastCompletedStep
 from agentrl.trainer.state.summary import Summary
+from agentrl.trainer.tracing.tracer import Tracer
 from agentrl.trainer.validation import describe_success, read_outcome, validation_metrics
 from agentrl.workers.update import UpdateResult
 
@@ -109,6 +110,7 @@ class Trainer:
         self._timer = Timer(
             on_enter=lambda stage: self.world.status.enter(f"{stage} of step {self.step}")
         )
+        self._tracer = Tracer(config.trainer, self.world, self.run_logger.info)
         self._interruption = Interruption(self.world)
         self._last = LastCompletedStep(parts.order, parts.updaters)
         self._checkpointer = Checkpointer(config, parts)
@@ -268,6 +270,7 @@ class Trainer:
             )
             finished += self._interruption.run(self._runner, scored)
         self.score_with_reward_model(finished)
+        self._tracer.add(self.step, finished)
         failures = FailureSummary.merge(self.world.gather(FailureSummary.of(finished)))
         self._failures.append(failures)
         with self.world.raise_on_all_ranks():
@@ -403,6 +406,7 @@ class Trainer:
     def log_step(self, metrics: dict[str, float]) -> None:
         """Log a step's metrics, and one line on the tools and scorers that failed in it."""
         self.run_logger.track(self.step, metrics)
+        self._tracer.end_step(self.step, self._timer.pop_intervals())
         failures, self._failures = self._failures, []
         if text := FailureSummary.merge(failures).describe():
             self.run_logger.info(f"{'':>8}step {self.step}: {text}")
@@ -465,6 +469,7 @@ class Trainer:
             self._runner.run(self._release())
         finally:
             self._runner.close()
+            self._tracer.close()
             self.run_logger.close()
 
     async def _release(self) -> None:
