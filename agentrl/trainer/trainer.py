@@ -48,6 +48,7 @@ from agentrl.trainer.setup.plugins import EngineFactory, Given, Row, Tool, given
 from agentrl.trainer.setup.preflight import with_absolute_paths
 from agentrl.trainer.state.last_step import LastCompletedStep
 from agentrl.trainer.state.summary import Summary
+from agentrl.trainer.tracing.profiler import StepProfiler
 from agentrl.trainer.tracing.tracer import Tracer
 from agentrl.trainer.validation import describe_success, read_outcome, validation_metrics
 from agentrl.workers.update import UpdateResult
@@ -111,6 +112,7 @@ class Trainer:
             on_enter=lambda stage: self.world.status.enter(f"{stage} of step {self.step}")
         )
         self._tracer = Tracer(config.trainer, self.world, self.run_logger.info)
+        self._profiler = StepProfiler(config.trainer, self.world, self.run_logger.info)
         self._interruption = Interruption(self.world)
         self._last = LastCompletedStep(parts.order, parts.updaters)
         self._checkpointer = Checkpointer(config, parts)
@@ -179,8 +181,10 @@ class Trainer:
         self.step += 1
         parts = self.components
         self._traffic = self._count_traffic()
+        self._profiler.start(self.step, before_rollout=True)
         with self._timer("step"):
             samples = parts.sampler.take(self.step, self.load_prompts, self.roll_out)
+            self._profiler.start(self.step, before_rollout=False)
             self._runner.run(self.engine_sync.sleep())
             batch = self.collate(samples.batch)
             samples.add_baselines(batch)
@@ -197,6 +201,7 @@ class Trainer:
             # Recorded before the sync: if the engine fails now, the step can still be saved.
             self._last.record(self.step, self.summary, unlogged=credit)
             self.sync_weights()
+        self._profiler.save(self.step)
         parts.files.save_step(self.step, samples.everything, batch)
         parts.files.save_skipped(self.step, samples.batch, [*learned.skipped, *update.skipped])
         return self.measure(samples, batch) | credit
@@ -469,6 +474,7 @@ class Trainer:
             self._runner.run(self._release())
         finally:
             self._runner.close()
+            self._profiler.close()
             self._tracer.close()
             self.run_logger.close()
 

@@ -112,7 +112,7 @@ def _mismatch_metrics(tensors: Mapping[str, torch.Tensor], sampled: torch.Tensor
 
 
 class Timer:
-    """Seconds of each stage of one step, as `timing_s/<stage>`.
+    """Seconds of each stage of one step, as `timing_s/<stage>`. A profile shows the stages too.
 
     Stages may nest and repeat (their seconds add up). A stage that raises is still recorded.
 
@@ -144,7 +144,8 @@ class Timer:
         self._on_enter(stage)
         start = self._clock()
         try:
-            yield
+            with torch.profiler.record_function(stage):
+                yield
         finally:
             end = self._clock()
             self._seconds[stage] = self.seconds(stage) + end - start
