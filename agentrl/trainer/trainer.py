@@ -40,6 +40,7 @@ from agentrl.trainer.components import TrainerComponents, start_components
 from agentrl.trainer.engine_sync import EngineSync
 from agentrl.trainer.interruption import Interrupted, Interruption, NestableRunner
 from agentrl.trainer.metrics.aggregators import compute_values, merge_metrics
+from agentrl.trainer.metrics.efficiency import Efficiency
 from agentrl.trainer.metrics.pools import Traffic, pool_metrics, traffic_metrics
 from agentrl.trainer.metrics.rollout import reward_metrics
 from agentrl.trainer.metrics.step import Timer, compute_throughput, step_metrics
@@ -108,6 +109,7 @@ class Trainer:
         self.policy_version = 0
         self.summary = Summary(seed=config.trainer.seed)
         self.engine_sync = EngineSync.of(config, parts.engine, parts.actor.policy)
+        self._efficiency = Efficiency.of(parts.actor.policy, config.trainer.peak_tflops)
         self._timer = Timer(
             on_enter=lambda stage: self.world.status.enter(f"{stage} of step {self.step}")
         )
@@ -204,7 +206,7 @@ class Trainer:
         self._profiler.save(self.step)
         parts.files.save_step(self.step, samples.everything, batch)
         parts.files.save_skipped(self.step, samples.batch, [*learned.skipped, *update.skipped])
-        return self.measure(samples, batch) | credit
+        return self.measure(samples, batch, update) | credit
 
     def end_step(self, metrics: dict[str, float]) -> None:
         """Validate and save if due, and log the step."""
@@ -385,7 +387,9 @@ class Trainer:
 
     # Logs and files.
 
-    def measure(self, samples: StepSamples, batch: DataProto) -> dict[str, float]:
+    def measure(
+        self, samples: StepSamples, batch: DataProto, update: UpdateResult
+    ) -> dict[str, float]:
         """Measure a training step over all ranks."""
         seconds = self._timer.pop_metrics()
         mine = {
@@ -393,6 +397,7 @@ class Trainer:
             **reward_metrics(samples.sampled, self.config.reward),
             **samples.metrics,
             **self.engine_sync.metrics(),
+            **self._efficiency.metrics(samples.sampled, batch, seconds, update.row_lengths),
         }
         if self.components.cluster is not None:
             mine |= pool_metrics(self.config, seconds)

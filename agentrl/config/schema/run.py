@@ -493,6 +493,9 @@ class TrainerConfig(Section):
     alerts: AlertsConfig = AlertsConfig()
     tracing: TracingConfig = TracingConfig()
     profiler: ProfilerConfig = ProfilerConfig()
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Peak of one device in 10^12 operations per second, for the metric `perf/mfu`; null: by the
+    device's name. Without it, as on a CPU, there is no such metric."""
     seed: Seed = 0
     """Seed of everything that has no other seed."""
     plot: bool = True
