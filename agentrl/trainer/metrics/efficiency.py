@@ -28,7 +28,7 @@ from agentrl.trainer.metrics.aggregators import (
 from agentrl.workers.batches import read_padded_rows
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.packing import count_tokens
-from agentrl.workers.vision_tower import tower_modules
+from agentrl.workers.vision_tower import tower_weights
 
 PEAK_TFLOPS: Mapping[str, float] = {
     "GB200": 2500, "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
@@ -88,9 +88,7 @@ class ModelCost:
         config = policy.text_config
         embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
         is_tied = head is not None and head.weight is embedding.weight
-        left_out = {
-            id(one) for tower in tower_modules(lm) for one in lm.get_submodule(tower).parameters()
-        }
+        left_out = set(map(id, tower_weights(lm)))
         if not is_tied:
             left_out |= {id(one) for one in embedding.parameters()}
         active = _active_share(config)
@@ -98,7 +96,7 @@ class ModelCost:
         for name, weight in lm.named_parameters():
             if id(weight) in left_out:
                 continue
-            count = weight.numel() * (active if ".experts." in name else 1.0)
+            count = weight.numel() * (active if "experts" in name.split(".") else 1.0)
             total += count
             trained += count if weight.requires_grad else 0.0
         return cls(
@@ -185,9 +183,8 @@ class Efficiency:
                 metrics[f"perf/mfu/{name}"] = RateMetric(share, seconds[f"timing_s/{phase}"])
         if len(batch):
             mask: Any = batch.batch["attention_mask"]
-            metrics["perf/padding_frac"] = MeanMetric(
-                mask.numel() - mask.sum().item(), mask.numel()
-            )
+            num_padding = mask.numel() - mask.sum().item()
+            metrics["perf/padding_frac"] = MeanMetric(num_padding, mask.numel())
         metrics |= idle_metrics(requests, seconds.get("timing_s/gen", 0.0))
         if self.num_ranks > 1 and seconds.get("timing_s/gen"):
             gen_s = seconds["timing_s/gen"]
