@@ -181,7 +181,7 @@ class Efficiency:
             if self.peak_flops and seconds.get(f"timing_s/{phase}"):
                 share = flops / self.peak_flops / self.num_ranks
                 metrics[f"perf/mfu/{name}"] = RateMetric(share, seconds[f"timing_s/{phase}"])
-        if len(batch):
+        if batch.batch is not None and len(batch):
             mask: Any = batch.batch["attention_mask"]
             num_padding = mask.numel() - mask.sum().item()
             metrics["perf/padding_frac"] = MeanMetric(num_padding, mask.numel())
