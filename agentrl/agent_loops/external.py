@@ -39,7 +39,7 @@ from agentrl.plugins.cancellation import is_cancelled
 from agentrl.plugins.loading import load_object
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.failures import describe_failure, find_fault
-from agentrl.rollout.records import AgentRun
+from agentrl.rollout.records import AgentRun, unix_time
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 
@@ -84,6 +84,7 @@ class ExternalAgent:
     ) -> AsyncRolloutRequest:
         """Drive a pending request to its end. Raises nothing but a cancellation of its caller."""
         started = time.monotonic()
+        request.metrics["seconds_started"] = unix_time(started)
         try:
             await self._drive(request, context, source)
         except asyncio.CancelledError as error:

@@ -124,6 +124,7 @@ def _record_run(request: AsyncRolloutRequest, run: TokenRun, call: RecordedCall)
         weight_versions=_cut_versions(completion.weight_versions, start, end),
         cached_tokens=completion.cached_tokens if start == 0 else 0,
         seconds=call.seconds if start == 0 else 0.0,
+        seconds_started=call.seconds_started if start == 0 else None,
     )
     if turn.finish_reason is FinishReason.LENGTH:
         is_response = request.nearest_limit is StopReason.RESPONSE_BUDGET

@@ -32,6 +32,7 @@ from agentrl.plugins.call import CallTimeoutError, call_bounded
 from agentrl.plugins.cancellation import is_cancelled
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.failures import describe_failure
+from agentrl.rollout.records import unix_time
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import EngineAbortError
 from agentrl.rollout.states import RequestState, StopReason
@@ -68,6 +69,7 @@ class AgentLoopRunner:
             state = request.state
             raise TransitionError(f"the request {request.request_id} is {state}, not pending")
         started = time.monotonic()
+        request.metrics["seconds_started"] = unix_time(started)
         request.take_edge(RequestState.RUNNING)
         manager = AsyncLLMServerManager(
             request,

@@ -5,6 +5,7 @@ One `AsyncLLMServerManager` belongs to one request. What it sampled is what can 
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from agentrl.errors import AgentError, EngineError
 from agentrl.media.positions import place_runs
 from agentrl.media.records import MediaItem, MediaSpan
 from agentrl.rollout.media import RequestMedia
+from agentrl.rollout.records import unix_time
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import draw_seed
 from agentrl.rollout.templates import ChatTemplate
@@ -66,6 +68,8 @@ class RecordedCall:
     parent: "RecordedCall | None"
     """The call that this one continues: its tokens are the beginning of `prompt_ids`."""
     seconds: float
+    seconds_started: float
+    """Unix time at which the engine was called."""
     media: tuple[MediaSpan, ...] = ()
     """The runs of placeholder tokens in `prompt_ids`."""
 
@@ -267,7 +271,7 @@ class AsyncLLMServerManager:
             return self._refuse(limit)
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._draw_seed(parent))
-        started = self._loop.time()
+        started, clock = self._loop.time(), time.monotonic()
         conversation = self._conversation(request_id)
         coroutine = self._source.generate(ids, sampling, request_id=conversation, media=spans)
         task = self._loop.create_task(cast("Any", coroutine))
@@ -290,7 +294,9 @@ class AsyncLLMServerManager:
         self.engine_error = None
         seconds = self._loop.time() - started
         self.calls.append(
-            RecordedCall(len(self.calls), ids, completion, sampling, parent, seconds, spans)
+            RecordedCall(
+                len(self.calls), ids, completion, sampling, parent, seconds, unix_time(clock), spans
+            )
         )
         return _to_output(completion)
 

@@ -24,6 +24,7 @@ from agentrl.plugins.remote import RemoteObject
 from agentrl.rewards.loading import LoadedScorer, bundled_of, choose_scorer, is_async, parts_of
 from agentrl.rewards.pool import ScorePool, check_sendable
 from agentrl.rewards.scoring import Score, ScoreFn, WeightedScorers, make_arguments, read_score
+from agentrl.rollout.records import unix_time
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.sandbox.factory import SharedSandbox
 from agentrl.sandbox.grading import grading_semaphore
@@ -75,6 +76,7 @@ class ScoreCaller:
             Exception: What the scorer raised, or `TimeoutError`.
         """
         started = time.monotonic()
+        request.metrics["seconds_reward_started"] = unix_time(started)
         try:
             if not isinstance(self._scorer, WeightedScorers):
                 returned = await self.call(self._scorer, make_arguments(request))

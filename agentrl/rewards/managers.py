@@ -36,6 +36,7 @@ from agentrl.rewards.scoring import (
 )
 from agentrl.rollout.failures import describe_failure
 from agentrl.rollout.manager import RolloutManager
+from agentrl.rollout.records import unix_time
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 from agentrl.sandbox.factory import check_sandbox
@@ -420,6 +421,7 @@ class BatchRewardManager(NaiveRewardManager):
         seconds = time.monotonic() - started
         for request in requests:
             request.metrics["seconds_reward"] = seconds
+            request.metrics["seconds_reward_started"] = unix_time(started)
 
     async def _call(self, requests: Sequence[AsyncRolloutRequest]) -> list[Any]:
         each = [make_arguments(request) for request in requests]

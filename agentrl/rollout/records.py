@@ -1,5 +1,6 @@
 """Records of a rollout: budgets, tool calls, turns, failures, and the fields of a request."""
 
+import time
 import uuid
 from base64 import b64encode
 from typing import Any, Literal
@@ -17,6 +18,14 @@ BranchCause = Literal["compaction", "delegate", "branch", "rewrite"]
 call of the `delegate` tool. `branch`: the agent continued an earlier history a second time.
 `rewrite`: the agent changed what its history says.
 """
+
+
+_UNIX_TIME_OF_CLOCK = time.time() - time.monotonic()
+
+
+def unix_time(clock: float) -> float:
+    """Convert a time of this process's monotonic clock to Unix time, in whole microseconds."""
+    return round(_UNIX_TIME_OF_CLOCK + clock, 6)
 
 
 def to_plain(value: Any) -> Any:
@@ -87,6 +96,8 @@ class CallRecord(Record):
     queue_seconds: float = 0.0
     """Time of waiting: for a free slot (parallel calls, concurrency, rate limit), for an identical
     call, and between attempts."""
+    seconds_started: float | None = None
+    """Unix time at which the call began, with its time of waiting. None: not executed."""
     num_attempts: int = 1
     """Executions, retries included; 0 if a cache answered or the tool was not called."""
     is_cached: bool = False
@@ -114,6 +125,8 @@ class Turn(Record):
     reward: float | None = None
     """Reward of this turn. The score of an interaction is on the completion that it judges."""
     seconds: float = 0.0
+    seconds_started: float | None = None
+    """Unix time at which `seconds` began; None: unknown."""
     finish_reason: FinishReason | None = None
     """Why the engine stopped; for completions only."""
     weight_versions: tuple[VersionSpan, ...] = ()
@@ -220,6 +233,8 @@ class RequestFields(Record):
     ended."""
     parent_id: str | None = None
     """`request_id` of the sequence from which this one came; None for the first one."""
+    trace_id: str = ""
+    """Id of the request's trace (`trainer.tracing`), 32 hexadecimal digits; empty without one."""
 
     # Inputs.
     messages: list[Message]

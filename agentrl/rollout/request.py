@@ -282,6 +282,7 @@ class AsyncRolloutRequest(RequestFields):
         weight_versions: tuple[VersionSpan, ...] = (),
         cached_tokens: int = 0,
         seconds: float = 0.0,
+        seconds_started: float | None = None,
     ) -> Turn:
         """Append a completion of the policy, verbatim, with mask 1, as a new turn.
 
@@ -296,6 +297,7 @@ class AsyncRolloutRequest(RequestFields):
             weight_versions=weight_versions,
             cached_tokens=cached_tokens,
             seconds=seconds,
+            seconds_started=seconds_started,
         )
         self._ledger.append_sampled(ids, log_probs)
         self._turns.append(turn)
@@ -307,6 +309,7 @@ class AsyncRolloutRequest(RequestFields):
         *,
         role: Literal["tool", "user"],
         seconds: float = 0.0,
+        seconds_started: float | None = None,
         runs: Sequence[Run] = (),
     ) -> Turn:
         """Append what the policy is shown, with mask 0, as a new turn.
@@ -315,12 +318,15 @@ class AsyncRolloutRequest(RequestFields):
             ids: The tokens; each image and video has all its placeholder tokens.
             role: Who the tokens are from.
             seconds: How long the policy waited for them.
+            seconds_started: Unix time at which it began to wait.
             runs: The runs of placeholder tokens in `ids`, in order.
 
         Raises:
             LedgerError: As for `append_sampled`. Nothing is appended.
         """
-        turn = self._make_turn(len(ids), role=role, seconds=seconds)
+        turn = self._make_turn(
+            len(ids), role=role, seconds=seconds, seconds_started=seconds_started
+        )
         if turn.role == "assistant":
             raise LedgerError("tokens of the assistant are sampled", expected="append_sampled")
         shift = len(self._ledger)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from agentrl.config.schema.run import CompactionConfig
 from agentrl.engines.protocol import Completion, CompletionSource, FinishReason
@@ -24,7 +24,7 @@ from agentrl.plugins.cancellation import is_cancelled, wait_despite_cancellation
 from agentrl.rollout.compaction import continue_from_summary, count_no_space, media_of
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.failures import describe_failure, find_fault
-from agentrl.rollout.records import CallRecord, TokenDifference, Turn
+from agentrl.rollout.records import CallRecord, TokenDifference, Turn, unix_time
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import should_interact, turn_seed
 from agentrl.rollout.states import RequestState, StopReason
@@ -40,6 +40,14 @@ NextStep = RequestState | StopReason
 """What a handler returns: the next state, or the reason why the request ends."""
 
 logger = logging.getLogger(__name__)
+
+
+class Waiting(NamedTuple):
+    """The time that the policy waited for an observation."""
+
+    started: float
+    """By the monotonic clock."""
+    seconds: float
 
 
 class EngineAbortError(EngineError):
@@ -73,6 +81,7 @@ async def run_request(
         request, context, source, Subagents(request, context, source, run_request, num_levels)
     )
     started = time.monotonic()
+    request.metrics["seconds_started"] = unix_time(started)
     try:
         await run.drive()
     except asyncio.CancelledError as error:
@@ -272,7 +281,7 @@ class _Run:
             return ends
         started = time.monotonic()
         completion = await self._complete()
-        turn = self._append_completion(completion, time.monotonic() - started)
+        turn = self._append_completion(completion, started)
         step = self._choose_step(turn)
         if step is not RequestState.TOOL_CALLING:
             self._record_calls(turn, skip_calls(self.calls))
@@ -298,8 +307,9 @@ class _Run:
             )
         return completion
 
-    def _append_completion(self, completion: Completion, seconds: float) -> Turn:
+    def _append_completion(self, completion: Completion, started: float) -> Turn:
         """Append a completion to the ledger, and the message parsed from it to the conversation."""
+        seconds = time.monotonic() - started
         request, context = self.request, self.context
         turn = request.append_sampled(
             completion.token_ids,
@@ -308,6 +318,7 @@ class _Run:
             weight_versions=completion.weight_versions,
             cached_tokens=completion.cached_tokens,
             seconds=seconds,
+            seconds_started=unix_time(started),
         )
         if completion.finish_reason is FinishReason.LENGTH:
             is_response = request.nearest_limit is StopReason.RESPONSE_BUDGET
@@ -365,7 +376,7 @@ class _Run:
         assert settings is not None  # an instruction was appended
         started = time.monotonic()
         completion = await self._complete(settings.max_summary_tokens)
-        turn = self._append_completion(completion, time.monotonic() - started)
+        turn = self._append_completion(completion, started)
         turn.is_compaction = True
         self._record_calls(turn, skip_calls(self.calls))
         if turn.finish_reason is FinishReason.ABORT:
@@ -410,7 +421,7 @@ class _Run:
             return self._refuse_calls(turn, error)
         found = await context.caller.answer(self.calls, self.tools)
         self.subagents.attach()
-        seconds = time.monotonic() - started
+        waited = Waiting(started, time.monotonic() - started)
         self._record_calls(turn, [observation.record for observation in found])
         rewards = [call.reward for call in turn.calls if call.reward is not None]
         if rewards:
@@ -419,7 +430,7 @@ class _Run:
             raise_tool_failure(found)
         shown = [await context.media.show(one.message, one.response) for one in found]
         try:
-            observed = await self._observe([message for message, _ in shown], "tool", seconds)
+            observed = await self._observe([message for message, _ in shown], "tool", waited)
         except TemplateError as error:
             return self._refuse_calls(turn, error)
         if observed:
@@ -443,7 +454,7 @@ class _Run:
         request = self.request
         started = time.monotonic()
         reply = await session.respond(request.messages)
-        seconds = time.monotonic() - started
+        waited = Waiting(started, time.monotonic() - started)
         judged = request.turns[-1]
         judged.reward, judged.metadata = reply.score, reply.metadata or {}
         if reply.should_terminate:
@@ -454,7 +465,7 @@ class _Run:
         fitted = self.context.fitter.fit(response.wording)
         message = Message(role="user", content=response.content(fitted.text))
         message, media = await self.context.media.show(message, response)
-        turn = await self._observe([message], "user", seconds)
+        turn = await self._observe([message], "user", waited)
         if turn is None:
             return request.nearest_limit
         request.add_media(media)
@@ -465,7 +476,7 @@ class _Run:
     # TOOL_CALLING and INTERACTING
 
     async def _observe(
-        self, messages: Sequence[Message], role: Literal["tool", "user"], seconds: float
+        self, messages: Sequence[Message], role: Literal["tool", "user"], waited: Waiting
     ) -> Turn | None:
         """Append messages after a sampled turn, if at least one token is left after them.
 
@@ -491,7 +502,13 @@ class _Run:
             if role == "tool" and index < len(messages):
                 calls[index].num_tokens += last - first
         runs = [run for run in delta.runs if run[1] <= end]
-        turn = request.append_observed(delta.ids[:end], role=role, seconds=seconds, runs=runs)
+        turn = request.append_observed(
+            delta.ids[:end],
+            role=role,
+            seconds=waited.seconds,
+            seconds_started=unix_time(waited.started),
+            runs=runs,
+        )
         if end < len(delta.ids):
             request.append_observed(delta.ids[end:], role="user").is_compaction = True
         return turn

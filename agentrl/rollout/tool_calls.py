@@ -22,7 +22,7 @@ from agentrl.messages import (
 )
 from agentrl.rollout.argument_schemas import find_argument_error
 from agentrl.rollout.fitting import FittedText
-from agentrl.rollout.records import CallRecord
+from agentrl.rollout.records import CallRecord, unix_time
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.rollout.templates.assistant_turn import find_frames
 from agentrl.rollout.tool_parsers import MalformedCall, ParsedCall, ParsedTurn, ToolParser
@@ -248,6 +248,7 @@ class ToolCaller:
             traceback=outcome.traceback,
             seconds=outcome.seconds,
             queue_seconds=outcome.queue_seconds,
+            seconds_started=None if outcome.arrived is None else unix_time(outcome.arrived),
             num_attempts=outcome.num_attempts,
             is_cached=outcome.is_cached,
             reward=outcome.reward,

@@ -40,6 +40,7 @@ from agentrl.trainer.components import TrainerComponents, start_components
 from agentrl.trainer.engine_sync import EngineSync
 from agentrl.trainer.interruption import Interrupted, Interruption, NestableRunner
 from agentrl.trainer.metrics.aggregators import compute_values, merge_metrics
+from agentrl.trainer.metrics.efficiency import Efficiency
 from agentrl.trainer.metrics.pools import Traffic, pool_metrics, traffic_metrics
 from agentrl.trainer.metrics.rollout import reward_metrics
 from agentrl.trainer.metrics.step import Timer, compute_throughput, step_metrics
@@ -48,6 +49,8 @@ from agentrl.trainer.setup.plugins import EngineFactory, Given, Row, Tool, given
 from agentrl.trainer.setup.preflight import with_absolute_paths
 from agentrl.trainer.state.last_step import LastCompletedStep
 from agentrl.trainer.state.summary import Summary
+from agentrl.trainer.tracing.profiler import StepProfiler
+from agentrl.trainer.tracing.tracer import Tracer
 from agentrl.trainer.validation import describe_success, read_outcome, validation_metrics
 from agentrl.workers.update import UpdateResult
 
@@ -106,9 +109,12 @@ class Trainer:
         self.policy_version = 0
         self.summary = Summary(seed=config.trainer.seed)
         self.engine_sync = EngineSync.of(config, parts.engine, parts.actor.policy)
+        self._efficiency = Efficiency.of(parts.actor.policy, config.trainer.peak_tflops)
         self._timer = Timer(
             on_enter=lambda stage: self.world.status.enter(f"{stage} of step {self.step}")
         )
+        self._tracer = Tracer(config.trainer, self.world, self.run_logger.info)
+        self._profiler = StepProfiler(config.trainer, self.world, self.run_logger.info)
         self._interruption = Interruption(self.world)
         self._last = LastCompletedStep(parts.order, parts.updaters)
         self._checkpointer = Checkpointer(config, parts)
@@ -186,8 +192,10 @@ class Trainer:
         self.step += 1
         parts = self.components
         self._traffic = self._count_traffic()
+        self._profiler.start(self.step, before_rollout=True)
         with self._timer("step"):
             samples = parts.sampler.take(self.step, self.load_prompts, self.roll_out)
+            self._profiler.start(self.step, before_rollout=False)
             self._runner.run(self.engine_sync.sleep())
             batch = self.collate(samples.batch)
             samples.add_baselines(batch)
@@ -204,10 +212,11 @@ class Trainer:
             # Recorded before the sync: if the engine fails now, the step can still be saved.
             self._last.record(self.step, self.summary, unlogged=credit)
             self.sync_weights()
+        self._profiler.save(self.step)
         parts.files.save_step(self.step, samples.everything, batch)
         parts.files.save_weights(self.step, self.engine_sync.weight_digest)
         parts.files.save_skipped(self.step, samples.batch, [*learned.skipped, *update.skipped])
-        return self.measure(samples, batch) | credit
+        return self.measure(samples, batch, update) | credit
 
     def end_step(self, metrics: dict[str, float]) -> None:
         """Validate and save if due, and log the step."""
@@ -278,6 +287,7 @@ class Trainer:
             )
             finished += self._interruption.run(self._runner, scored)
         self.score_with_reward_model(finished)
+        self._tracer.add(self.step, finished)
         failures = FailureSummary.merge(self.world.gather(FailureSummary.of(finished)))
         self._failures.append(failures)
         with self.world.raise_on_all_ranks():
@@ -387,7 +397,9 @@ class Trainer:
 
     # Logs and files.
 
-    def measure(self, samples: StepSamples, batch: DataProto) -> dict[str, float]:
+    def measure(
+        self, samples: StepSamples, batch: DataProto, update: UpdateResult
+    ) -> dict[str, float]:
         """Measure a training step over all ranks."""
         seconds = self._timer.pop_metrics()
         mine = {
@@ -395,6 +407,7 @@ class Trainer:
             **reward_metrics(samples.sampled, self.config.reward),
             **samples.metrics,
             **self.engine_sync.metrics(),
+            **self._efficiency.metrics(samples.sampled, batch, seconds, update.row_lengths),
         }
         if self.components.cluster is not None:
             mine |= pool_metrics(self.config, seconds)
@@ -413,6 +426,7 @@ class Trainer:
     def log_step(self, metrics: dict[str, float]) -> None:
         """Log a step's metrics, and one line on the tools and scorers that failed in it."""
         self.run_logger.track(self.step, metrics)
+        self._tracer.end_step(self.step, self._timer.pop_intervals())
         failures, self._failures = self._failures, []
         if text := FailureSummary.merge(failures).describe():
             self.run_logger.info(f"{'':>8}step {self.step}: {text}")
@@ -475,6 +489,8 @@ class Trainer:
             self._runner.run(self._release())
         finally:
             self._runner.close()
+            self._profiler.close()
+            self._tracer.close()
             self.run_logger.close()
 
     async def _release(self) -> None:

@@ -239,6 +239,9 @@ class UpdateResult:
     skipped: tuple[SkippedStep, ...] = ()
     outputs: RowOutputs | None = None
     """Those of the last epoch, if the caller asked for them."""
+    row_lengths: Sequence[int] = ()
+    """Tokens of each row of this rank that was computed, over the epochs. Ranks that compute the
+    same rows have them once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,10 +330,11 @@ class Updater:
         self.model.train()
         outcomes: list[dict[str, float] | SkippedStep] = []
         outputs: RowOutputs | None = None
+        lengths: list[int] = []
         before = self.optimizer.num_steps
         with self.on_device():
             for epoch in range(self.config.ppo_epochs):
-                exchange = self._plan_exchange(make(rows), epoch)
+                exchange = self._plan_exchange(make(rows), epoch, lengths)
                 if keeps_outputs:
                     self._check_is_one_step(exchange)
                 objective, micros = make(rows.move(exchange)), list[MicroLoss]()
@@ -347,6 +351,7 @@ class Updater:
             self._summarize(outcomes, taken),
             tuple(outcome for outcome in outcomes if isinstance(outcome, SkippedStep)),
             outputs,
+            lengths if self.world.reports_rows else (),
         )
 
     @contextmanager
@@ -372,13 +377,19 @@ class Updater:
         }
         return mean_by_name(measured) | {f"{self.role}/{name}": counts[name] for name in counts}
 
-    def _plan_exchange(self, objective: Objective, epoch: int) -> RowExchange:
-        """Plan which rank computes which rows of each mini-batch of an epoch. A collective."""
+    def _plan_exchange(
+        self, objective: Objective, epoch: int, computed_lengths: list[int]
+    ) -> RowExchange:
+        """Plan which rank computes which rows of each mini-batch of an epoch. A collective.
+
+        The lengths of this rank's rows that are computed are added to `computed_lengths`.
+        """
         rows, size = objective.rows, self.config.ppo_mini_batch_size
         seed = [self.seed, self.num_updates, epoch] if self.config.shuffle else []
         owned = split_mini_batches(rows, size, self.world, seed)
         lengths, computed = count_tokens(rows.padded), objective.find_computed()
         lengths = [length if row else 0 for length, row in zip(lengths, computed, strict=True)]
+        computed_lengths += filter(None, lengths)
         return plan_exchange(self.world, lengths, rows.uids, owned)
 
     def _check_is_one_step(self, exchange: RowExchange) -> None:

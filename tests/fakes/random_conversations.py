@@ -87,10 +87,8 @@ class WatchedRequest(AsyncRolloutRequest):
         self._stepped()
         return turn
 
-    def append_observed(
-        self, ids: Sequence[int], *, role: Any, seconds: float = 0.0, runs: Sequence[Run] = ()
-    ) -> Turn:
-        turn = super().append_observed(ids, role=role, seconds=seconds, runs=runs)
+    def append_observed(self, ids: Sequence[int], *, role: Any, **fields: Any) -> Turn:
+        turn = super().append_observed(ids, role=role, **fields)
         self._model.append(role, list(ids), [0.0] * len(ids), [UNKNOWN] * len(ids))
         self._stepped()
         return turn

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 CLOCKS_OF_METRICS = re.compile(
-    r"timing_s/.*|weight_sync/seconds|perf/(throughput|time_per_step|max_.*)|reward/seconds/.*|"
+    r"timing_s/.*|weight_sync/seconds|reward/seconds/.*|"
+    r"perf/(throughput|time_per_step|max_.*|tokens_per_s/.*|mfu/.*|idle/.*)|"
     r"rollout/(turn_seconds|tool/.*/(queue_)?seconds)/.*"
 )
 """Metrics of time or of the process's memory; all others are compared."""

@@ -63,7 +63,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, list):
         return [plain(one) for one in value]
     if isinstance(value, dict):
-        clocks = {"metrics", "seconds", "queue_seconds"}
+        clocks = {"metrics", "seconds", "queue_seconds", "seconds_started"}
         return {name: plain(one) for name, one in value.items() if name not in clocks}
     return value
 

@@ -164,9 +164,15 @@ def _copy_turns(
                 weight_versions=turn.weight_versions,
                 cached_tokens=turn.cached_tokens,
                 seconds=turn.seconds,
+                seconds_started=turn.seconds_started,
             )
         else:
-            copied = target.append_observed(ids[own], role=turn.role, seconds=turn.seconds)
+            copied = target.append_observed(
+                ids[own],
+                role=turn.role,
+                seconds=turn.seconds,
+                seconds_started=turn.seconds_started,
+            )
         copied.calls, copied.cut, copied.num_cut_tokens = turn.calls, turn.cut, turn.num_cut_tokens
         if turn.excluded is not None:
             target.exclude_turn(copied.index, turn.excluded)

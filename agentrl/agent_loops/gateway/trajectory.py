@@ -34,7 +34,7 @@ from agentrl.engines.protocol import Completion, CompletionSource, FinishReason
 from agentrl.errors import EngineError, TemplateError
 from agentrl.messages import CallOutcome, Message, OpenAIFunctionToolSchema
 from agentrl.rollout.context import RolloutContext
-from agentrl.rollout.records import BranchCause, Turn
+from agentrl.rollout.records import BranchCause, Turn, unix_time
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import draw_seed
 from agentrl.rollout.states import RequestState, StopReason
@@ -434,6 +434,7 @@ class Trajectory:
             weight_versions=completion.weight_versions,
             cached_tokens=completion.cached_tokens,
             seconds=time.monotonic() - started,
+            seconds_started=unix_time(started),
         )
         self._record_end(record, turn, call)
         read = self._read(turn, completion, call, record)

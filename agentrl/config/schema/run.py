@@ -389,6 +389,35 @@ class AlertsConfig(Section):
     """A URL that gets the same by POST."""
 
 
+class TracingConfig(Section):
+    """Traces: the spans of each request, and of the phases of each step."""
+
+    exporters: list[Literal["file", "otlp"]] = Field(default_factory=list[Literal["file", "otlp"]])
+    """Where traces go. file: `traces/step_N.json` in the run's folder, which Perfetto opens; otlp:
+    a collector of OpenTelemetry (extra `otel`). Empty: there are no traces."""
+    freq: int = Field(default=1, ge=1)
+    """Trace every so many steps, with their validation."""
+    endpoint: str | None = None
+    """Base URL of the collector, such as `http://localhost:4318`; null: by the environment
+    (`OTEL_EXPORTER_OTLP_ENDPOINT`), or port 4318 of this machine."""
+
+
+class ProfilerConfig(Section):
+    """`torch.profiler` in chosen steps."""
+
+    steps: list[int] = Field(default_factory=list[int])
+    """Training steps that are profiled, counted from 1."""
+    ranks: list[int] = Field(default_factory=lambda: [0])
+    """Ranks that are profiled."""
+    activities: list[Literal["cpu", "cuda"]] | None = None
+    """What is recorded; null: what the rank's device has."""
+    with_rollout: bool = False
+    """Profile the rollout too. An embedded engine runs thousands of passes in it, which need much
+    memory and a large file."""
+    folder: UserPath | None = None
+    """Folder of the files; null: `profiles` in the run's folder."""
+
+
 class TrainerConfig(Section):
     """The training loop, its outputs and their intervals."""
 
@@ -465,6 +494,11 @@ class TrainerConfig(Section):
     Ranks wait for the slowest one after a rollout, and while the main rank writes. Choose a longer
     time than these take. A checkpoint fails if a rank's file does not grow for this time."""
     alerts: AlertsConfig = AlertsConfig()
+    tracing: TracingConfig = TracingConfig()
+    profiler: ProfilerConfig = ProfilerConfig()
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Peak of one device in 10^12 operations per second, for the metric `perf/mfu`; null: by the
+    device's name. Without it, as on a CPU, there is no such metric."""
     seed: Seed = 0
     """Seed of everything that has no other seed."""
     plot: bool = True

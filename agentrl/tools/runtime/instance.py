@@ -90,6 +90,8 @@ class ToolOutcome:
     """Seconds of all attempts, without the time in queues."""
     queue_seconds: float = 0.0
     """The rest of the call's time: in queues, waiting for an equal call, between attempts."""
+    arrived: float | None = None
+    """When the call began to queue, by the monotonic clock."""
     num_attempts: int = 1
     """Executions; 0 if the tool was not called."""
     is_cached: bool = False
@@ -180,6 +182,7 @@ class ToolInstance:
             traceback=traceback,
             seconds=context.run_s,
             queue_seconds=max(0.0, time.monotonic() - arrived - context.run_s),
+            arrived=arrived,
             num_attempts=context.num_attempts,
             is_cached=context.is_cached,
         )

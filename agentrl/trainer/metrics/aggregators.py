@@ -90,6 +90,45 @@ class SumMetric:
 
 
 @dataclass(frozen=True, slots=True)
+class RateMetric:
+    """An amount per second: of all parts, which take place at the same time."""
+
+    amount: float
+    seconds: float
+    """Not 0."""
+
+    def merge(self, other: Self) -> Self:
+        """Add the amounts; the slower part ends the work."""
+        return type(self)(self.amount + other.amount, max(self.seconds, other.seconds))
+
+    @property
+    def value(self) -> float:
+        """The amount of one second."""
+        return self.amount / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class WaitMetric:
+    """Share of time that parts wait for the slowest of them, on average."""
+
+    total: float
+    """Seconds of all parts together."""
+    count: int
+    longest: float
+    """Seconds of the slowest part; not 0."""
+
+    def merge(self, other: Self) -> Self:
+        """Combine the parts."""
+        longest = max(self.longest, other.longest)
+        return type(self)(self.total + other.total, self.count + other.count, longest)
+
+    @property
+    def value(self) -> float:
+        """The share."""
+        return 1.0 - self.total / self.count / self.longest
+
+
+@dataclass(frozen=True, slots=True)
 class StdMetric:
     """A standard deviation, n in the denominator."""
 

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 from agentrl.protocol import DataProto
+from agentrl.rollout.records import unix_time
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.metrics.aggregators import (
     MaxMetric,
@@ -27,6 +28,7 @@ from agentrl.trainer.metrics.aggregators import (
 )
 from agentrl.trainer.metrics.rollout import rollout_metrics
 from agentrl.trainer.metrics.sinks import ZERO_SIGNAL
+from agentrl.trainer.tracing.spans import Interval
 
 _GIB = 1024**3
 
@@ -110,12 +112,12 @@ def _mismatch_metrics(tensors: Mapping[str, torch.Tensor], sampled: torch.Tensor
 
 
 class Timer:
-    """Seconds of each stage of one step, as `timing_s/<stage>`.
+    """Seconds of each stage of one step, as `timing_s/<stage>`. A profile shows the stages too.
 
     Stages may nest and repeat (their seconds add up). A stage that raises is still recorded.
 
     Args:
-        clock: Returns seconds.
+        clock: The monotonic clock.
         on_enter: Called with the name of each stage when it begins.
 
     Example:
@@ -128,12 +130,13 @@ class Timer:
 
     def __init__(
         self,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
         on_enter: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._clock = clock
         self._on_enter = on_enter
         self._seconds: dict[str, float] = {}
+        self._intervals: list[Interval] = []
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -141,9 +144,12 @@ class Timer:
         self._on_enter(stage)
         start = self._clock()
         try:
-            yield
+            with torch.profiler.record_function(stage):
+                yield
         finally:
-            self._seconds[stage] = self.seconds(stage) + self._clock() - start
+            end = self._clock()
+            self._seconds[stage] = self.seconds(stage) + end - start
+            self._intervals.append(Interval(stage, unix_time(start), unix_time(end)))
 
     def seconds(self, stage: str) -> float:
         """Return the seconds of `stage` so far; 0 if it was not entered."""
@@ -154,6 +160,11 @@ class Timer:
         metrics = {f"timing_s/{stage}": seconds for stage, seconds in self._seconds.items()}
         self._seconds.clear()
         return metrics
+
+    def pop_intervals(self) -> list[Interval]:
+        """Return when the stages began and ended since the last call, in Unix time."""
+        intervals, self._intervals = self._intervals, []
+        return intervals
 
 
 def time_metrics(seconds: Mapping[str, float]) -> MetricDict:

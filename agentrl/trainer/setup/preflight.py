@@ -31,6 +31,7 @@ from agentrl.trainer.setup.plugins import (
     import_plugins,
     load_plugins,
 )
+from agentrl.trainer.tracing.tracer import check_tracing
 
 if TYPE_CHECKING:
     from agentrl.workers.distributed import World
@@ -70,11 +71,12 @@ def check_run(
         ConfigError: for contradictory settings, an unknown name or a missing model folder.
         PluginError: for a module, class path or function path that cannot be imported.
         DataError: for a missing data file.
-        MissingExtraError: for a tracker without its package.
+        MissingExtraError: for a tracker or an exporter of traces without its package.
     """
     notes = check_config(config, world_size=world_size, file=file, purpose=purpose)
     if purpose is Purpose.TRAIN:
         check_trackers(config.trainer)
+        check_tracing(config.trainer)
     try:
         import_plugins(config.plugins)
         check_known_names(config)

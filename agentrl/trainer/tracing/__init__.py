@@ -1,0 +1,1 @@
+"""Traces of requests and training steps, their exporters, and the profiler."""
