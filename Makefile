@@ -46,3 +46,4 @@ docs:  ## Write the generated pages again.
 	$(PYTHON) docs/make_trust_table.py
 	$(PYTHON) docs/make_memory.py
 	$(PYTHON) docs/make_roles.py
+	$(PYTHON) docs/make_figures.py
