@@ -46,6 +46,7 @@ docs:  ## Write the generated pages again.
 	$(PYTHON) docs/make_trust_table.py
 	$(PYTHON) docs/make_memory.py
 	$(PYTHON) docs/make_roles.py
+	$(PYTHON) docs/make_figures.py
 	$(PYTHON) docs/make_reference.py
 
 site:  ## Build the documentation site; open site/index.html.

@@ -66,6 +66,14 @@ def test_pages_of_the_reference_are_those_of_the_code() -> None:
     assert load("make_reference").pages() == found, "python docs/make_reference.py"
 
 
+def test_figures_of_the_concepts_are_what_the_code_computes() -> None:
+    folder = ROOT / "docs/concepts/figures"
+    drawn = load("make_figures").figures()
+    assert {file.name for file in folder.glob("*.svg")} == drawn.keys()
+    for name, figure in drawn.items():
+        assert (folder / name).read_text(encoding="utf-8") == figure, "python docs/make_figures.py"
+
+
 def test_the_facts_about_methods_are_those_of_their_registrations():
     written = load_table(ROOT / "agentrl/config/methods.yaml")
     assert written == load("make_methods").methods(), "python docs/make_methods.py"
