@@ -458,7 +458,7 @@ def _check_batch(
     _compare(advantages, step, batch, compared)
     tensors = tensors_of(batch)
     if "old_log_probs" in step.tokens.column_names and "old_log_probs" not in tensors:
-        tensors |= _columns_of_models(step, batch, ["old_log_probs"])
+        tensors.update(_columns_of_models(step, batch, ["old_log_probs"]))
         is_null = step.tokens["old_log_probs"].is_null().to_pylist()
         tensors[IS_COMPUTED] = torch.tensor([not one for one in is_null])
     with metrics.collecting():
