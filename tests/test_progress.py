@@ -49,12 +49,13 @@ def run_on_terminal(program: str, *, columns: int = 100, stop_at: str = "") -> t
     """Run a Python program on a pseudo-terminal; send Ctrl-C when it has printed `stop_at`."""
     outer, inner = pty.openpty()
     termios.tcsetwinsize(inner, (30, columns))
+    size = {"COLUMNS": str(columns), "LINES": "30"}  # rich prefers them to the terminal's own
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=inner,
         stdout=inner,
         stderr=inner,
-        env=os.environ | {"TERM": "xterm-256color"},
+        env=os.environ | size | {"TERM": "xterm-256color"},
         preexec_fn=make_terminal_ours,
     )
     os.close(inner)
