@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -113,12 +114,20 @@ def audit(run: Path, console: Console, *, num_resampled: int = 0, seed: int = 0)
     config = read_start(run)
     import_plugins(config.plugins)
     folder = config.trainer.rollout_data_dir
-    if folder is None or not list(folder.glob("step_*.jsonl")):
+    if folder is None:
         raise DataError(
-            "the run has saved no training rollouts",
-            file=folder or run,
+            "the run saved no training rollouts",
+            file=run,
             expected="a run with trainer.rollout_data_dir",
         )
+    if not list(folder.glob("step_*.jsonl")):
+        raise DataError(
+            "no training rollouts are in the folder in which the run saved them",
+            file=folder,
+            expected="the files step_*.jsonl of trainer.rollout_data_dir",
+        )
+    if run.resolve() not in folder.resolve().parents:
+        console.print(f"rollouts: {folder}", markup=False, highlight=False, soft_wrap=True)
     choice = TurnChoice(
         num_resampled, {0: None, **find_checkpoints(config, run)}, random.Random(seed)
     )
@@ -137,16 +146,41 @@ def audit(run: Path, console: Console, *, num_resampled: int = 0, seed: int = 0)
 
 
 def read_start(run: Path) -> RunConfig:
-    """Read the configuration of a run's last start.
+    """Read the configuration of a run's last start; `run` may be a copy, or may have been moved.
 
     Raises:
         DataError: If there is no record of a start.
     """
     starts = sorted((run / "starts").glob("[0-9]*"))
     if not starts:
-        raise DataError("no record of a start of a run", file=run / "starts")
+        raise DataError(
+            "no record of a start of a run",
+            file=run / "starts",
+            expected="the folder of a run (trainer.default_local_dir)",
+        )
     content = yaml.safe_load((starts[-1] / "resolved.yaml").read_text(encoding="utf-8"))
+    recorded = Path(content["trainer"]["default_local_dir"])
+    if recorded.resolve() != run.resolve():
+        content = _move_paths(content, recorded, run.resolve())
     return parse_config(content)
+
+
+def _move_paths(tree: Any, recorded: Path, run: Path) -> Any:
+    """Copy a configuration with the paths in a run's recorded folder changed to those in `run`."""
+    if isinstance(tree, dict):
+        return {key: _move_paths(value, recorded, run) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_move_paths(value, recorded, run) for value in tree]
+    if not isinstance(tree, str):
+        return tree
+    if Path(tree).is_relative_to(recorded):
+        return str(run / Path(tree).relative_to(recorded))
+    for start in range(1, len(recorded.parts)):
+        folder = Path(*recorded.parts[start:])  # relative to where the run was started
+        if Path(tree).is_relative_to(folder):
+            moved = run / Path(tree).relative_to(folder)
+            return str(moved) if moved != run and moved.exists() else tree
+    return tree
 
 
 def run_checks(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from agentrl import Trainer
-from agentrl.commands.audit import Check, read_start, run_checks
+from agentrl.commands.audit import Check, _move_paths, read_start, run_checks
 from agentrl.commands.resample import TurnChoice, find_checkpoints
 from agentrl.config import load_config, parse_config
 from agentrl.config.schema.run import TrainerConfig
@@ -349,6 +349,37 @@ def test_a_difference_names_request_file_and_both_values(
 def test_changed_tokens_are_found(run: Path, name: str, check: str) -> None:
     rewrite_tokens(run, name)
     assert check in found(run)
+
+
+def test_the_given_folder_of_a_copied_run_is_audited(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(original, copy)
+    assert run_agentrl(capsys, "audit", copy).code == 0
+    file = copy / "rollouts/step_000002.jsonl"
+    file.write_text(file.read_text().replace("{", "[", 1))
+    output = run_agentrl(capsys, "audit", copy)
+    assert output.code == 1
+    assert str(file) in output.out
+    shutil.rmtree(copy / "rollouts")
+    output = run_agentrl(capsys, "audit", copy)
+    assert output.code == 2
+    assert "no training rollouts are in the folder" in output.err
+    assert str(copy / "rollouts") in output.err
+
+
+def test_relative_paths_in_the_folder_of_a_copied_run_are_found(tmp_path: Path) -> None:
+    run = tmp_path / "copy"
+    (run / "policy").mkdir(parents=True)
+    tree = {
+        "paths": ["runs/a/policy", "/home/runs/a/rollouts", "runs/a/missing", "/other/a/policy"],
+        "name": "a",
+    }
+    assert _move_paths(tree, Path("/home/runs/a"), run) == {
+        "paths": [f"{run}/policy", f"{run}/rollouts", "runs/a/missing", "/other/a/policy"],
+        "name": "a",
+    }
 
 
 def test_a_run_without_saved_rollouts_is_an_error(

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,6 +53,11 @@ def test_a_checkpoint_and_the_folder_of_checkpoints_may_be_urls():
     assert config.trainer.default_remote_dir == config.trainer.resume_from_path == url
     config = parse_config(SMALL | {"trainer": trainer | {"resume_from_path": "runs/a"}})
     assert config.trainer.resume_from_path == Path("runs/a")
+
+
+def test_progress_may_be_a_bare_off():
+    content = yaml.safe_load("trainer: {progress: off}")
+    assert parse_config(SMALL | content).trainer.progress == "off"
 
 
 @pytest.mark.parametrize("url", ["runs/x", "/runs/x", "s3:/bucket", "s3://", "zip://a::s3://b/c"])

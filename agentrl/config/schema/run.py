@@ -328,6 +328,10 @@ def _resume_path_by_its_short_name(mode: object) -> object:
     return "resume_path" if mode == "path" else mode
 
 
+def _off_if_false(value: object) -> object:
+    return "off" if value is False else value  # what YAML 1.1 reads for a bare off
+
+
 TrackerName = Literal["wandb", "mlflow", "swanlab", "trackio"]
 """Trackers of runs: each is the name of a logger and of the extra with its package."""
 
@@ -503,7 +507,9 @@ class TrainerConfig(Section):
     """Seed of everything that has no other seed."""
     plot: bool = True
     """Draw `curve.png` at the end."""
-    progress: Literal["auto", "live", "plain", "off"] = "auto"
+    progress: Annotated[Literal["auto", "live", "plain", "off"], BeforeValidator(_off_if_false)] = (
+        "auto"
+    )
     """What shows the progress of long work. auto: `live` in a terminal, else `plain`. live: bars
     below the lines of the run. plain: a line a minute about work that takes longer than that. off:
     nothing."""
