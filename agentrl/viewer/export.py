@@ -49,7 +49,7 @@ def export_runs(
         limit: Trajectories of each file, in its order.
 
     Raises:
-        ConfigError: If the folder has files, or a run has none of the steps.
+        ConfigError: If the folder has files, or a run has no file of one of the steps.
     """
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty", expected="a new folder for --export")

@@ -168,7 +168,7 @@ def _sort_key(entry: Entry, column: str, is_reversed: bool) -> tuple[bool, Any]:
 def list_trajectories(
     run: RunReader, filters: Filters, *, offset: int = 0, limit: int = 50
 ) -> dict[str, Any]:
-    """Return a page of a list, and the values that filters may have."""
+    """Return a page of a list, and how many files and damaged lines there are."""
     found = select(run, filters)
     page = found[offset : offset + limit]
     rows = [

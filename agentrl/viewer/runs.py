@@ -4,7 +4,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,18 @@ class RunReader:
                     found.setdefault(f"{folder.name}/{path.stem}", (-int(match[2]), path))
         ranked = sorted(found.items(), key=lambda item: item[1][0])
         return {label: path for label, (_, path) in ranked}
+
+    def find_steps(self, steps: Sequence[int]) -> list[str | None]:
+        """Find the label of each step's file: of training, else of validation; None: it has none.
+
+        The configured folder is the first in which it is looked for.
+        """
+        labels = list(self.find_files())
+        names = [(f"/step_{step:06d}", f"_{step:06d}") for step in steps]
+        return [
+            next((label for name in ends for label in labels if label.endswith(name)), None)
+            for ends in names
+        ]
 
     def _find_folders(self) -> list[Path]:
         trainer = self.config.get("trainer") or {}

@@ -81,6 +81,7 @@ async def test_a_file_that_cannot_be_indexed_does_not_end_the_others(tmp_path: P
     server = ViewServer([RunReader(folder)])
     await server.start()
     try:
+        total = 0
         for _ in range(400):
             total = (await get(f"{server.address}api/list?run=0"))[1]["total"]
             if total == 32:

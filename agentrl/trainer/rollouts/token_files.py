@@ -141,10 +141,7 @@ def read_tokens(
             schema = file.schema_arrow
             if columns is not None:
                 columns = [name for name in columns if name in schema.names]
-            if request_ids:
-                table = _read_rows(file, columns, request_ids)
-            else:
-                table = file.read(columns)
+            table = _read_rows(file, columns, request_ids) if request_ids else file.read(columns)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"a file of tokens that cannot be read: {error}", file=path) from error
     found = (schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
