@@ -61,17 +61,14 @@ def view_runs(folders: Sequence[Path], options: ViewOptions, say: Callable[[str]
 def _print(runs: Sequence[RunReader], options: ViewOptions) -> None:
     for step in options.steps:
         if not any(run.find_steps([step])[0] for run in runs):
-            saved = sorted(
-                {int(name.rpartition("_")[2]) for run in runs for name in run.find_files()}
-            )
+            labels = [label for run in runs for label in run.find_files()]
+            saved = sorted({int(label.rpartition("_")[2]) for label in labels})
             expected = f"one of {', '.join(map(str, saved))}" if saved else "saved rollouts"
             raise ConfigError(f"no rollouts of step {step}", expected=expected)
     if end := options.filters.end:
-        files = [
-            (run, (run.find_steps(options.steps[:1]) or [*run.find_files()])[:1]) for run in runs
-        ]
-        ends = {name for run, (file,) in files if file for name in list_choices(run, file)["ends"]}
-        if end not in ends:
+        files = [(run, run.find_steps(options.steps)[0]) for run in runs]
+        ends = {name for run, file in files if file for name in list_choices(run, file)["ends"]}
+        if ends and end not in ends:
             expected = f"one of {', '.join(sorted(ends - {''}))}"
             raise ConfigError(f"no trajectory has the end {end!r}", expected=expected)
     console = Console(highlight=False)
@@ -83,11 +80,10 @@ def _check(options: ViewOptions) -> None:
     """Check that the options fit together."""
     if options.is_terminal and options.export is not None:
         raise ConfigError("--export and --terminal exclude each other", expected="one of them")
-    for name in ("sort", "end", "text"):
-        if getattr(options.filters, name) and not options.is_terminal:
-            raise ConfigError(
-                f"--{name} needs --terminal", expected="a filter of the page, or both"
-            )
+    chosen = options.filters
+    for name, value in (("sort", chosen.sort), ("end", chosen.end), ("text", chosen.text)):
+        if value and not options.is_terminal:
+            raise ConfigError(f"--{name} needs --terminal", expected=f"--terminal, or no --{name}")
     if options.is_terminal and len(options.steps) > 2:
         raise ConfigError("--terminal compares two steps", expected="at most two times --step")
 

@@ -120,9 +120,12 @@ class RunReader:
     def find_steps(self, steps: Sequence[int]) -> list[str | None]:
         """Find the label of each step's file: of training, else of validation; None: it has none.
 
-        The configured folder is the first in which it is looked for.
+        The configured folder is the first in which it is looked for. Without steps, the result is
+        the newest file.
         """
         labels = list(self.find_files())
+        if not steps:
+            return [next(iter(labels), None)]
         names = [(f"/step_{step:06d}", f"_{step:06d}") for step in steps]
         return [
             next((label for name in ends for label in labels if label.endswith(name)), None)

@@ -54,12 +54,11 @@ def print_lists(
         console.print(table)
     for run in runs:
         console.print(_metrics_table(run))
-        labels = list(run.find_files())
-        if not labels:
+        if not run.find_files():
             line = f"{printable(run.name)}: no saved rollouts (trainer.rollout_data_dir)"
             console.print(line, markup=False)
             continue
-        file, *others = run.find_steps(steps) if steps else labels[:1]
+        file, *others = run.find_steps(steps)
         if file is None:
             line = f"{printable(run.name)}: no rollouts of step {steps[0]}"
             console.print(line, markup=False)

@@ -1,5 +1,6 @@
 """`agentrl view`: the terminal's lists, the export, and mistakes."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,26 @@ def test_runs_with_other_folders_of_rollouts_are_printed_for_one_step(folder: Pa
     assert "rollouts/step_000002, 16 trajectories" in shown
     assert "validation/step_000002, 16 trajectories" in shown
     assert "other: no rollouts of step 3" in view(folder, other, "--terminal", "--step", 3)
+
+
+def test_a_run_without_rollouts_is_printed(folder: Path):
+    (folder / "rollouts").rename(folder / "moved")
+    assert "no saved rollouts" in view(folder, "--terminal", "--end", "failed")
+
+
+def test_names_that_the_policy_writes_do_not_reach_the_terminal(folder: Path):
+    path = folder / "rollouts" / "step_000003.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        request = line["request"]
+        evil = "\x1b[2J\u202e" + "x" * 10_000
+        request["stop_reason"] = request["data_source"] = request["request_id"] = evil
+        request["turns"][0]["calls"][0].update(name=evil, outcome=evil)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = view(folder, "--terminal")
+    assert "\\x1b[2J" in shown
+    assert not {"\x1b", "\u202e"} & set(shown)
+    assert len(shown) < 200_000
 
 
 def test_the_terminal_names_damaged_lines_groups_and_slow_requests(folder: Path):

@@ -266,7 +266,7 @@ def test_tokens_show_what_training_computed(address: str, make_tab: Any):
     detail = tab.page.inner_text("#token-detail")
     for name in ("Ratio", "Entropy", "Advantage", "Log-prob. at training", "Weights"):
         assert name in detail
-    for color in ("ratio", "entropies", "advantages", "rollout_log_probs"):
+    for color in ("ratio", "entropies", "advantages", "version", "rollout_log_probs"):
         tab.page.select_option("#color", color)
     assert tab.page.locator(".token").nth(3).evaluate("(e) => e.style.background") != ""
     tab.check(address)
@@ -501,6 +501,41 @@ def test_an_export_opens_from_disk(tmp_path: Path, make_tab: Any):
     tab.open(address, "step?file=rollouts/step_000002")
     assert tab.page.evaluate("window.ran") is None
     tab.check(out.as_uri())
+
+
+def test_a_bar_of_the_rewards_lists_as_many_trajectories_as_it_counts(
+    tmp_path: Path, make_tab: Any
+):
+    folder = write_view_run(tmp_path / "run", num_steps=1, per_step=100)
+    with (folder / "rollouts" / "step_000001.jsonl").open("a") as file:
+        file.write('{"step": 1}\n')
+    export_runs([RunReader(folder)], tmp_path / "out")
+    exported = (tmp_path / "out" / "index.html").as_uri()
+    with serving(folder) as address:
+        for where in (address, exported):
+            tab = make_tab()
+            tab.open(where, "step?file=rollouts/step_000001")
+            assert "1 damaged line left out" in tab.page.inner_text("main")
+            bars = tab.page.locator("g.pick")
+            counts = [int(text.rpartition(": ")[2]) for text in bars.all_text_contents()]
+            assert sum(counts) == 100
+            for number in (0, len(counts) // 2, len(counts) - 1):
+                tab.open(where, "step?file=rollouts/step_000001")
+                bars.nth(number).locator("rect").dispatch_event("click")
+                tab.wait_until("document.getElementById('count')?.dataset.total !== undefined")
+                assert count(tab) == counts[number]
+                assert tab.page.inner_text("#count").endswith(", 1 damaged line left out")
+
+
+def test_runs_with_other_folders_of_rollouts_are_compared(tmp_path: Path, make_tab: Any):
+    runs = [write_view_run(tmp_path / name, num_steps=2) for name in "ab"]
+    (runs[1] / "rollouts").rename(runs[1] / "validation")
+    with serving(*runs) as address:
+        tab = make_tab()
+        tab.open(address, "step?file=rollouts/step_000002")
+        tab.page.select_option("#with", label="b: validation/step_000002")
+        tab.page.wait_for_selector("#changes")
+        tab.check(address)
 
 
 def test_the_four_tasks_of_the_documentation(tmp_path: Path, make_tab: Any):
