@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
 from agentrl.errors import ConfigError
 from agentrl.viewer.export import export_runs
-from agentrl.viewer.queries import Filters
+from agentrl.viewer.queries import Filters, list_choices
 from agentrl.viewer.runs import RunReader
 from agentrl.viewer.server import ViewServer
 from agentrl.viewer.terminal import print_lists
@@ -43,6 +43,7 @@ def view_runs(folders: Sequence[Path], options: ViewOptions, say: Callable[[str]
     Raises:
         ConfigError: If a folder is not that of a run, or the options do not fit.
     """
+    _check(options)
     runs = [RunReader(folder) for folder in folders]
     for run in runs:
         run.check()
@@ -58,16 +59,33 @@ def view_runs(folders: Sequence[Path], options: ViewOptions, say: Callable[[str]
 
 
 def _print(runs: Sequence[RunReader], options: ViewOptions) -> None:
-    labels = sorted({label for run in runs for label in run.find_files()})
-    chosen = ["", ""]
-    for place, step in enumerate(options.steps[:2]):
-        found = [label for label in labels if label.endswith(f"/step_{step:06d}")]
-        if not found:
-            raise ConfigError(f"no rollouts of step {step}", expected="--step of a run")
-        chosen[place] = found[0]
-    filters = replace(options.filters, file=chosen[0])
+    for step in options.steps:
+        if not any(run.find_steps([step])[0] for run in runs):
+            labels = [label for run in runs for label in run.find_files()]
+            saved = sorted({int(label.rpartition("_")[2]) for label in labels})
+            expected = f"one of {', '.join(map(str, saved))}" if saved else "saved rollouts"
+            raise ConfigError(f"no rollouts of step {step}", expected=expected)
+    if end := options.filters.end:
+        files = [(run, run.find_steps(options.steps)[0]) for run in runs]
+        ends = {name for run, file in files if file for name in list_choices(run, file)["ends"]}
+        if ends and end not in ends:
+            expected = f"one of {', '.join(sorted(ends - {''}))}"
+            raise ConfigError(f"no trajectory has the end {end!r}", expected=expected)
     console = Console(highlight=False)
-    print_lists(runs, filters, console, limit=options.limit or 20, compared=chosen[1])
+    limit = options.limit or 20
+    print_lists(runs, options.filters, console, limit=limit, steps=options.steps)
+
+
+def _check(options: ViewOptions) -> None:
+    """Check that the options fit together."""
+    if options.is_terminal and options.export is not None:
+        raise ConfigError("--export and --terminal exclude each other", expected="one of them")
+    chosen = options.filters
+    for name, value in (("sort", chosen.sort), ("end", chosen.end), ("text", chosen.text)):
+        if value and not options.is_terminal:
+            raise ConfigError(f"--{name} needs --terminal", expected=f"--terminal, or no --{name}")
+    if options.is_terminal and len(options.steps) > 2:
+        raise ConfigError("--terminal compares two steps", expected="at most two times --step")
 
 
 async def _serve(runs: Sequence[RunReader], port: int, say: Callable[[str], None]) -> None:

@@ -21,7 +21,7 @@ from agentrl.viewer.index import Entry, FileIndex, picture_names, texts_of
 from agentrl.viewer.queries import to_json
 from agentrl.viewer.runs import RunReader
 from agentrl.viewer.server import STATIC, STATIC_FILES, answer
-from agentrl.viewer.trajectories import MAX_TOKENS
+from agentrl.viewer.trajectories import MAX_TOKENS, read_sequences, tokens_of
 
 _POLICY = (
     "default-src 'none'; script-src file: 'self'; style-src file: 'self'; img-src file: 'self'"
@@ -49,7 +49,7 @@ def export_runs(
         limit: Trajectories of each file, in its order.
 
     Raises:
-        ConfigError: If the folder has files, or a run has none of the steps.
+        ConfigError: If the folder has files, or a run has no file of one of the steps.
     """
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty", expected="a new folder for --export")
@@ -119,19 +119,17 @@ class _Export:
         self._answers[key] = json.loads(text)
 
     def _ask(self, query_name: str, /, **parameters: str | int) -> tuple[str, str]:
-        """Return the key of a query, as the page writes it, and the answer."""
-        query = {key: str(parameters[key]) for key in sorted(parameters)}
-        key = f"{query_name}?{urlencode(query, safe='*')}"
-        return key, answer(self._runs, query_name, query)
+        """Return the key of a query and the answer."""
+        query = {key: str(value) for key, value in parameters.items()}
+        return _key(query_name, **parameters), answer(self._runs, query_name, query)
 
     def _write_trajectory(self, number: int, index: FileIndex, entry: Entry) -> None:
         answers = [self._ask("trajectory", run=number, id=entry.id)]
         self._copy_pictures(number, index, entry)
-        sequences = json.loads(answers[0][1])["sequences"]
-        for place, sequence in enumerate(sequences):
-            for start in range(0, max(sequence["num_tokens"], 1), MAX_TOKENS):
-                given = {"run": number, "id": entry.id, "sequence": place, "start": start}
-                answers.append(self._ask("tokens", **given))
+        for place, sequence in enumerate(read_sequences(index, entry)):
+            for start in range(0, max(len(sequence.request["response_ids"]), 1), MAX_TOKENS):
+                key = _key("tokens", run=number, id=entry.id, sequence=place, start=start)
+                answers.append((key, to_json(tokens_of(self._runs[number], sequence, start))))
         name = f"trajectories/{len(self._files):05d}.js"
         self._files[f"{number}/{entry.id}"] = name
         lines = (
@@ -157,6 +155,11 @@ class _Export:
             '<script src="viewer.js"', f'{data}<script src="viewer.js"'
         )
         (self._folder / "index.html").write_text(page, encoding="utf-8")
+
+
+def _key(query_name: str, /, **parameters: str | int) -> str:
+    """Return the key of a query, as the page writes it."""
+    return f"{query_name}?{urlencode(sorted(parameters.items()), safe='*')}"
 
 
 def _row_of(index: FileIndex, entry: Entry) -> dict[str, object]:

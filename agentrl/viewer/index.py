@@ -6,9 +6,10 @@ when they are complete, so a file that has not changed is never read again.
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ _TOKENS = b', "loss_mask": ['
 _MAX_TEXT = 1 << 16
 """Longer conversations are searched in their file."""
 _EXCERPT = 160
+_MAX_NAME = 100
+"""Characters of names that the policy writes: tools that it calls."""
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
+"""Errors of reading a line that is not a saved request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,18 @@ class Entry:
     text: str | None
     """All texts in lower case; None if they are too long to keep."""
 
+    def __post_init__(self) -> None:
+        texts = (self.request_id, self.uid, self.source, self.end, self.state, self.fault)
+        whole = (self.step, self.sample, self.turns, self.tokens, self.trained)
+        times = [self.seconds, *(time for _, _, *two in self.calls for time in two)]
+        names = [name for tool, outcome, *_ in self.calls for name in (tool, outcome)]
+        if not all(isinstance(one, str) for one in (*texts, self.message, *names)):
+            raise TypeError("a name that is no text")
+        if not all(type(one) is int for one in whole):
+            raise TypeError("a count that is no whole number")
+        if not all(type(one) in (int, float) for one in times):
+            raise TypeError("a time that is no number")
+
     def shown(self) -> dict[str, Any]:
         """Return the values of a list."""
         keys = (
@@ -81,6 +98,8 @@ class FileIndex:
     """Numbers of lines that cannot be read."""
     pictures: set[str] = field(default_factory=set[str])
     """Files of images and videos that the lines name, relative to the folder of `path`."""
+    text_bytes: int = 0
+    """Memory of the texts that are kept."""
     _advantages: dict[str, float] | None = None
 
     def read(self, entry: Entry) -> dict[str, Any]:
@@ -93,7 +112,9 @@ class FileIndex:
         """Return whether a conversation has `text`, which is in lower case."""
         if entry.text is not None:
             return text in entry.text
-        return text in "\n".join(texts_of(self.read(entry)["request"])).lower()
+        with suppress(*_DAMAGED, OSError):  # the file has been damaged or removed since
+            return text in "\n".join(texts_of(self.read(entry)["request"])).lower()
+        return False
 
     def picture(self, name: str) -> Path:
         """Return the file of a picture.
@@ -128,12 +149,13 @@ def signature_of(path: Path) -> tuple[int, int]:
     return stat.st_mtime_ns, stat.st_size
 
 
-def index_file(path: Path, label: str) -> FileIndex:
+def index_file(path: Path, label: str, max_text_bytes: int = 1 << 29) -> FileIndex:
     """Read a rollout file once.
 
     Args:
         path: The file.
         label: The first part of each `Entry.id`.
+        max_text_bytes: Memory for texts of conversations; those that exceed it are not kept.
     """
     index = FileIndex(path, signature_of(path))
     offset = 0
@@ -141,9 +163,14 @@ def index_file(path: Path, label: str) -> FileIndex:
         for number, line in enumerate(file):
             try:
                 saved = _read_head(line)
-                index.entries.append(_make_entry(saved, line, f"{label}:{number}", offset))
+                entry = _make_entry(saved, line, f"{label}:{number}", offset)
                 index.pictures.update(picture_names(saved["request"]))
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                size = sys.getsizeof(entry.text)
+                if index.text_bytes + size > max_text_bytes:
+                    entry, size = replace(entry, text=None), 0
+                index.text_bytes += size
+                index.entries.append(entry)
+            except _DAMAGED:
                 index.damaged.append(number + 1)
             offset += len(line)
     return index
@@ -163,7 +190,13 @@ def texts_of(request: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _read_head(line: bytes) -> dict[str, Any]:
-    """Read a line without its lists of tokens, except if it has images, videos or branches."""
+    """Read a line without its lists of tokens, except if it has images, videos or branches.
+
+    Raises:
+        ValueError: If it is not JSON, or its end is missing.
+    """
+    if not line.endswith(b"}}\n"):
+        raise ValueError("the end of the line is missing")
     head = line[: line.rfind(_TOKENS)] + b"}}"
     try:
         saved = json.loads(head)
@@ -200,6 +233,7 @@ def _make_entry(saved: Mapping[str, Any], line: bytes, entry_id: str, offset: in
     request, summary = saved["request"], saved["summary"]
     error = request["error"] or {}
     reward = saved.get("combined_reward")
+    reward = request["reward"] if reward is None else reward
     text = "\n".join(texts_of(request))
     return Entry(
         id=entry_id,
@@ -211,7 +245,7 @@ def _make_entry(saved: Mapping[str, Any], line: bytes, entry_id: str, offset: in
         row=_hash_prompt(request, line),
         sample=request["rollout_offset"],
         source=request["data_source"],
-        reward=request["reward"] if reward is None else reward,
+        reward=None if reward is None else _number(reward),
         end=request["stop_reason"] or "",
         state=request["state"],
         fault=error.get("fault", ""),
@@ -230,7 +264,20 @@ def _calls_of(request: Mapping[str, Any]) -> Iterator[tuple[str, str, float, flo
     for one in (*request["branches"], request):
         for turn in one["turns"]:
             for call in turn["calls"]:
-                yield call["name"], call["outcome"], call["queue_seconds"], call["seconds"]
+                name, outcome = call["name"][:_MAX_NAME], call["outcome"][:_MAX_NAME]
+                yield name, outcome, call["queue_seconds"], call["seconds"]
+
+
+def _number(value: Any) -> float:
+    """Return a finite or infinite number as a float.
+
+    Raises:
+        TypeError: If it is none.
+        OverflowError: If it is a whole number that no float can hold.
+    """
+    if type(value) not in (int, float):
+        raise TypeError(f"{value!r} is no number")
+    return float(value)
 
 
 def _excerpt(messages: list[dict[str, Any]]) -> str:
@@ -244,7 +291,7 @@ def _read_advantages(rollout_file: Path) -> dict[str, float]:
     columns = ("request_id", "advantages", "response_mask")
     try:
         table = read_tokens(token_path(rollout_file), columns=columns)
-    except DataError:
+    except (DataError, ValueError):
         return {}
     if not {*columns} <= {*table.column_names}:
         return {}
@@ -252,6 +299,6 @@ def _read_advantages(rollout_file: Path) -> dict[str, float]:
     lists = (table[name].combine_chunks() for name in columns[1:])
     advantages, mask = (column.to_numpy(zero_copy_only=False) for column in lists)
     for name, values, ones in zip(table["request_id"].to_pylist(), advantages, mask, strict=True):
-        if ones is not None and values is not None and np.sum(ones):
+        if ones is not None and values is not None and len(values) == len(ones) and np.sum(ones):
             found[name] = float(np.sum(values * ones) / np.sum(ones))
     return found

@@ -6,7 +6,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from agentrl.errors import DataError
 from agentrl.viewer.index import Entry, FileIndex
 from agentrl.viewer.runs import RunReader, find_differences
+from agentrl.viewer.steps import MAX_TOOLS
 
 _SORTS = ("id", "reward", "tokens", "turns", "seconds", "calls", "step", "end", "source", "trained")
 
@@ -36,6 +37,7 @@ class Filters:
     text: str = ""
     min_reward: float = -math.inf
     max_reward: float = math.inf
+    """Trajectories with this reward are left out, as in the bins of a histogram."""
     sort: str = ""
     """One of the columns of the list; a leading `-` reverses it. Empty: order of the files."""
 
@@ -69,7 +71,7 @@ class Filters:
                 return False
         if self.min_reward > -math.inf or self.max_reward < math.inf:
             reward = math.nan if entry.reward is None else entry.reward
-            if not self.min_reward <= reward <= self.max_reward:
+            if not self.min_reward <= reward or reward >= self.max_reward < math.inf:
                 return False
         return not self.text or index.contains(entry, self.text.lower())
 
@@ -102,7 +104,6 @@ def list_runs(runs: Sequence[RunReader]) -> dict[str, Any]:
                 "num_lines": len(metrics),
                 "names": sorted({key for line in metrics for key in line} - {"step"}),
                 "files": labels,
-                "has_tokenizer": run.tokenizer is not None,
             }
         )
     differences = find_differences([run.config for run in runs]) if len(runs) > 1 else []
@@ -167,38 +168,44 @@ def _sort_key(entry: Entry, column: str, is_reversed: bool) -> tuple[bool, Any]:
 def list_trajectories(
     run: RunReader, filters: Filters, *, offset: int = 0, limit: int = 50
 ) -> dict[str, Any]:
-    """Return a page of a list, and the values that filters may have."""
+    """Return a page of a list, and how many files and damaged lines there are."""
     found = select(run, filters)
     page = found[offset : offset + limit]
     rows = [
         {**entry.shown(), "advantage": index.advantages.get(entry.request_id)}
         for index, entry in page
     ]
-    indexes = run.indexed().values()
+    indexed = run.indexed()
+    listed = [indexed[filters.file]] if filters.file in indexed else indexed.values()
     return {
         "total": len(found),
         "offset": offset,
         "rows": rows,
         "files": len(run.find_files()),
-        "indexed": len(indexes),
-        "damaged": sum(len(index.damaged) for index in indexes),
+        "indexed": len(indexed),
+        "damaged": sum(len(index.damaged) for index in listed),
     }
 
 
 def list_choices(run: RunReader, file: str = "") -> dict[str, Any]:
-    """Return the values that the filters may have."""
+    """Return the values that the filters may have: of each, the 50 that are the most frequent."""
     indexes = [run.index(file)] if file else list(run.indexed().values())
     entries = [entry for index in indexes for entry in index.entries]
+    calls = [call for entry in entries for call in entry.calls]
     return {
-        "ends": sorted({entry.end for entry in entries}),
-        "tools": sorted({call[0] for entry in entries for call in entry.calls} - {""}),
-        "outcomes": sorted({call[1] for entry in entries for call in entry.calls}),
-        "sources": sorted({entry.source for entry in entries}),
+        "ends": _most_common(entry.end for entry in entries),
+        "tools": _most_common(call[0] for call in calls if call[0]),
+        "outcomes": _most_common(call[1] for call in calls),
+        "sources": _most_common(entry.source for entry in entries),
     }
 
 
+def _most_common(values: Iterable[str]) -> list[str]:
+    return sorted(value for value, _ in Counter(values).most_common(MAX_TOOLS))
+
+
 def to_json(value: Any) -> str:
-    """Write JSON for a browser; numbers that are not finite become strings (`NaN`)."""
+    """Write JSON for a browser; numbers that are not finite become strings: `nan`, `inf`."""
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:

@@ -1,15 +1,17 @@
 """Read a run's folder while it may still be written: metrics, configuration, rollout files."""
 
 import json
+import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer
 
 from agentrl.errors import ConfigError
@@ -21,10 +23,12 @@ _FILE = re.compile(r"(step|val|val_.+)_(\d{6,})\.jsonl")
 _FOLDER_KEY = "trainer.default_local_dir"
 _FOLDERS = ("rollouts", "val_rollouts", "validation", "skipped")
 """Subfolders of a run in which rollouts are also looked for: the run may have been moved."""
+_MAX_TEXT_BYTES = 1 << 29
+"""Memory for the texts of conversations of a run."""
 
 
 class RunReader:
-    """Reads one run's folder. `refresh` finds what is new; unchanged files are not read again.
+    """Reads one run's folder; what has not changed is not read again.
 
     Args:
         folder: `trainer.default_local_dir` of the run.
@@ -34,6 +38,9 @@ class RunReader:
         self.folder = folder
         self._metrics: list[dict[str, Any]] = []
         self._metrics_end = 0
+        self._metrics_inode = 0
+        self._config: tuple[Path | None, dict[str, Any]] = None, {}
+        self._tokenizer: tuple[Path | None, Tokenizer | None] = None, None
         self._files: dict[str, FileIndex] = {}
         self._metrics_lock = threading.Lock()
         self._files_lock = threading.Lock()
@@ -69,19 +76,23 @@ class RunReader:
     def config(self) -> dict[str, Any]:
         """The resolved configuration of the last start; empty if there is none."""
         newest = max(self.folder.glob("starts/[0-9]*/resolved.yaml"), default=None)
-        if newest is None:
-            return {}
-        with suppress(OSError, yaml.YAMLError):
-            return yaml.load(newest.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        return {}
+        if newest is not None and newest != self._config[0]:
+            with suppress(OSError, yaml.YAMLError):
+                loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+                config = yaml.load(newest.read_bytes(), loader)
+                if isinstance(config, dict):
+                    self._config = newest, config
+        return self._config[1]
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of `metrics.jsonl`, of which only new ones are read."""
         path = self.folder / METRICS_FILE
         with self._metrics_lock, suppress(FileNotFoundError), path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size < self._metrics_end:  # a resumed run drops later steps
+            status = os.fstat(file.fileno())
+            is_replaced = status.st_ino != self._metrics_inode
+            if is_replaced or status.st_size < self._metrics_end:  # of a resumed run
                 self._metrics, self._metrics_end = [], 0
+                self._metrics_inode = status.st_ino
             file.seek(self._metrics_end)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -94,16 +105,34 @@ class RunReader:
     # Rollouts
 
     def find_files(self) -> dict[str, Path]:
-        """Find the rollout files by label (`rollouts/step_000010`), the newest step first."""
-        found: dict[tuple[int, str], Path] = {}
-        for folder in self._folders:
-            for path in folder.glob("*.jsonl"):
-                if match := _FILE.fullmatch(path.name):
-                    found[-int(match[2]), f"{folder.name}/{path.stem}"] = path
-        return {label: path for (_, label), path in sorted(found.items())}
+        """Find the rollout files by label (`rollouts/step_000010`), the newest step first.
 
-    @cached_property
-    def _folders(self) -> list[Path]:
+        Files of one step are in the order of their folders: that of the configuration is first.
+        """
+        found: dict[str, tuple[int, Path]] = {}
+        for folder in self._find_folders():
+            for path in sorted(folder.glob("*.jsonl")):
+                if match := _FILE.fullmatch(path.name):
+                    found.setdefault(f"{folder.name}/{path.stem}", (-int(match[2]), path))
+        ranked = sorted(found.items(), key=lambda item: item[1][0])
+        return {label: path for label, (_, path) in ranked}
+
+    def find_steps(self, steps: Sequence[int]) -> list[str | None]:
+        """Find the label of each step's file: of training, else of validation; None: it has none.
+
+        The configured folder is the first in which it is looked for. Without steps, the result is
+        the newest file.
+        """
+        labels = list(self.find_files())
+        if not steps:
+            return [next(iter(labels), None)]
+        names = [(f"/step_{step:06d}", f"_{step:06d}") for step in steps]
+        return [
+            next((label for name in ends for label in labels if label.endswith(name)), None)
+            for ends in names
+        ]
+
+    def _find_folders(self) -> list[Path]:
         trainer = self.config.get("trainer") or {}
         keys = ("rollout_data_dir", "validation_data_dir")
         given = [Path(trainer[key]) for key in keys if trainer.get(key)]
@@ -124,19 +153,14 @@ class RunReader:
         with self._files_lock:
             known = self._files.get(label)
             if known is None or known.signature != signature_of(path):
-                known = self._files[label] = index_file(path, label)
+                self._files.pop(label, None)
+                num_bytes = sum(index.text_bytes for index in self._files.values())
+                known = self._files[label] = index_file(path, label, _MAX_TEXT_BYTES - num_bytes)
             return known
 
     def indexed(self) -> dict[str, FileIndex]:
         """Return the files that have been indexed, the newest step first."""
         return {label: self._files[label] for label in self.find_files() if label in self._files}
-
-    def index_all(self) -> Iterator[str]:
-        """Index all files, the newest first; yield the label of each."""
-        for label, path in self.find_files().items():
-            with suppress(OSError):  # a resumed run may have moved it
-                self.index(label, path)
-                yield label
 
     def entry(self, entry_id: str) -> tuple[FileIndex, Entry]:
         """Return a trajectory and its file.
@@ -151,15 +175,28 @@ class RunReader:
                 return index, entry
         raise LookupError(entry_id)
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the run's model; None if it is not on this machine."""
-        path = (self.config.get("model") or {}).get("path")
-        for folder in (path, self.folder / "trained"):
-            file = Path(folder, "tokenizer.json") if folder else None
-            if file is not None and file.is_file():
-                with suppress(Exception):  # the library raises no narrower error
-                    return Tokenizer.from_file(str(file))
+        file = self._find_tokenizer()
+        if file != self._tokenizer[0]:
+            loaded = None
+            with suppress(Exception):  # the library raises no narrower error
+                loaded = Tokenizer.from_file(str(file))
+            self._tokenizer = file, loaded
+        return self._tokenizer[1]
+
+    def _find_tokenizer(self) -> Path | None:
+        """Find the file in the model's folder, the cache of the Hub, or the exported policy."""
+        model = self.config.get("model") or {}
+        name = model.get("tokenizer_path") or model.get("path")
+        folders = [Path(str(name))] if name else []
+        for folder in (*folders, self.folder / "trained"):
+            if (folder / "tokenizer.json").is_file():
+                return folder / "tokenizer.json"
+        with suppress(HFValidationError):
+            cached = try_to_load_from_cache(str(name), "tokenizer.json")
+            return Path(cached) if isinstance(cached, str) else None
         return None
 
 
@@ -180,10 +217,15 @@ def find_differences(configs: list[Mapping[str, Any]]) -> list[tuple[str, list[s
 
 def _flatten(config: Mapping[str, Any]) -> dict[str, str]:
     leaves = dict(_leaves(config))
-    folder = leaves.get(_FOLDER_KEY, "").strip('"')
-    if not folder:
+    folder = Path(leaves.get(_FOLDER_KEY, "").strip('"'))
+    if not folder.name:
         return leaves
-    own = re.compile(rf'(?<="){re.escape(folder)}(?=[/"])')
+    # The folder is stored as an absolute path, and paths in it may be relative: `runs/a/data`.
+    parts = folder.parts
+    forms = [str(folder), *(str(Path(*parts[start:])) for start in range(1, len(parts) - 1))]
+    own = re.compile(
+        rf'(?<=")(?:(?:{"|".join(map(re.escape, forms))})(?=[/"])|{re.escape(parts[-1])}(?=/))'
+    )
     return {key: own.sub(f"${{{_FOLDER_KEY}}}", value) for key, value in leaves.items()}
 
 

@@ -4,11 +4,13 @@
     GET /TOKEN/api/NAME?...                     JSON of `queries.py`, `steps.py`, `trajectories.py`
     GET /TOKEN/picture?run=0&file=...&name=...  an image or video that a line of the file names
 
-Any other path, and a request with another `Host` than the server's address, gets 403.
+A request without the token, or with another `Host` than the server's address, gets 403. Any other
+path, and a parameter that is not valid, gets 404 with the reason as JSON.
 """
 
 import asyncio
 import hmac
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,12 +19,14 @@ from typing import Any
 
 from aiohttp import web
 
-from agentrl.errors import DataError
+from agentrl.errors import DataError, words_of
 from agentrl.viewer import queries
 from agentrl.viewer.queries import Filters, read_number
 from agentrl.viewer.runs import RunReader
 from agentrl.viewer.steps import describe_step
 from agentrl.viewer.trajectories import describe_trajectory, list_tokens
+
+logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 STATIC_FILES = {
@@ -58,6 +62,7 @@ class ViewServer:
         self._token = secrets.token_urlsafe(16)
         self._runner: web.AppRunner | None = None
         self._indexing: asyncio.Task[None] | None = None
+        self._unread: set[Path] = set()
 
     @property
     def address(self) -> str:
@@ -92,10 +97,19 @@ class ViewServer:
         while True:
             for run in self._runs:
                 for label, path in run.find_files().items():
-                    with suppress(OSError):  # a resumed run may have moved it
-                        index = await asyncio.to_thread(run.index, label, path)
-                        await asyncio.to_thread(lambda index=index: index.advantages)
+                    await asyncio.to_thread(self._index_file, run, label, path)
             await asyncio.sleep(_INDEX_PERIOD_S)
+
+    def _index_file(self, run: RunReader, label: str, path: Path) -> None:
+        """Index a file and its advantages; log what fails once."""
+        try:
+            _ = run.index(label, path).advantages
+        except FileNotFoundError:
+            pass  # a resumed run has moved it
+        except Exception as error:  # noqa: BLE001 - a file of any content; the others go on
+            if path not in self._unread:
+                self._unread.add(path)
+                logger.warning("%s is not shown: %s", path, words_of(error))
 
     async def _answer(self, request: web.Request) -> web.Response:
         token, _, path = request.match_info["path"].partition("/")
@@ -115,8 +129,10 @@ class ViewServer:
                 answer, self._runs, path.removeprefix("api/"), request.query
             )
         except (DataError, LookupError, OSError) as error:
-            text = queries.to_json({"error": f"not found: {error}"})
-            return web.Response(status=404, text=text, headers=_HEADERS)
+            return _error(404, f"not found: {error}")
+        except Exception as error:  # the page shows the reason
+            logger.exception("no answer to %s", path)
+            return _error(500, f"the server failed: {words_of(error)}")
         return web.Response(text=text, content_type="application/json", headers=_HEADERS)
 
 
@@ -158,7 +174,12 @@ def _read_picture(runs: Sequence[RunReader], query: Mapping[str, str]) -> bytes:
 
 
 def _index(query: Mapping[str, str], key: str, default: int = 0) -> int:
-    value = int(read_number(query, key, default))
-    if value < 0:
-        raise DataError(f"{key} is {value}", expected="0 or more")
-    return value
+    value = read_number(query, key, default)
+    if not (value >= 0 and value.is_integer()):
+        raise DataError(f"{key} is {query[key]}", expected="a whole number, 0 or more")
+    return int(value)
+
+
+def _error(status: int, reason: str) -> web.Response:
+    text = queries.to_json({"error": reason})
+    return web.Response(status=status, text=text, content_type="application/json", headers=_HEADERS)

@@ -10,11 +10,21 @@ from agentrl.viewer.index import Entry, FileIndex
 from agentrl.viewer.runs import RunReader
 
 NUM_BINS = 24
+MAX_TOOLS = 50
+"""Tools that are listed: the policy may call any name."""
+_MAX_GROUPS = 200
+_MAX_WHOLE = 1e9
+_LARGEST = 1e300
+"""Larger values are counted as this one, so that differences and sums are finite."""
 
 
-def describe_step(run: RunReader, label: str, *, max_groups: int = 200) -> dict[str, Any]:
+def describe_step(run: RunReader, label: str) -> dict[str, Any]:
     """Return distributions, groups, slow requests and failures of one file."""
-    index = run.index(label)
+    with np.errstate(over="ignore", invalid="ignore"):  # rewards may be of any size
+        return _describe(run.index(label), label)
+
+
+def _describe(index: FileIndex, label: str) -> dict[str, Any]:
     entries = index.entries
     ends = Counter(entry.end for entry in entries)
     groups = _groups(index)
@@ -30,7 +40,7 @@ def describe_step(run: RunReader, label: str, *, max_groups: int = 200) -> dict[
         ],
         "ends": ends.most_common(),
         "tools": _tool_rows(entries),
-        "groups": groups[:max_groups],
+        "groups": groups[:_MAX_GROUPS],
         "num_groups": len(groups),
         "summary": list(_summarize(entries)),
         "slowest": [entry.shown() for entry in sorted(entries, key=lambda one: -one.seconds)[:10]],
@@ -41,17 +51,15 @@ def describe_step(run: RunReader, label: str, *, max_groups: int = 200) -> dict[
 def histogram(values: Sequence[float | None]) -> dict[str, Any]:
     """Count values in bins of equal width; whole numbers of a small range have a bin each."""
     known = np.array([value for value in values if value is not None], dtype=float)
-    known = known[np.isfinite(known)]
+    known = np.clip(known[np.isfinite(known)], -_LARGEST, _LARGEST)
     missing = len(values) - len(known)
     if not len(known):
         return {"edges": [], "counts": [], "missing": missing}
     low, high = float(known.min()), float(known.max())
     is_whole = bool((known == np.round(known)).all()) and high - low < NUM_BINS
-    edges = (
-        np.arange(low, high + 2) - 0.5
-        if is_whole
-        else np.linspace(low, high if high > low else low + 1, NUM_BINS + 1)
-    )
+    is_whole = is_whole and max(abs(low), abs(high)) < _MAX_WHOLE
+    widest = high if high > low else low + max(1.0, abs(low) * 1e-6)
+    edges = np.arange(low, high + 2) - 0.5 if is_whole else np.linspace(low, widest, NUM_BINS + 1)
     counts = np.histogram(known, edges)[0]
     quantiles = np.quantile(known, [0.5, 0.95])
     return {
@@ -68,26 +76,42 @@ def histogram(values: Sequence[float | None]) -> dict[str, Any]:
 
 
 def _tool_rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Describe the calls of each tool; the tool that took the most time is first."""
+    """Describe the calls of each tool; the tool that took the most time is first.
+
+    The tools after the first `MAX_TOOLS` are one row, whose `tool` is None.
+    """
     outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
     times: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for entry in entries:
         for name, outcome, queued, worked in entry.calls:
             outcomes[name][outcome] += 1
             times[name].append((queued, worked))
-    rows = [
-        {
-            "tool": name,
-            "calls": counts.total(),
-            "outcomes": counts.most_common(),
-            "queue_s": float(np.mean([queued for queued, _ in times[name]])),
-            "work_s": float(np.mean([worked for _, worked in times[name]])),
-            "max_work_s": max(worked for _, worked in times[name]),
-            "total_s": sum(queued + worked for queued, worked in times[name]),
-        }
-        for name, counts in sorted(outcomes.items())
-    ]
-    return sorted(rows, key=lambda row: -row["total_s"])
+    ranked = sorted(outcomes, key=lambda name: (-sum(map(sum, times[name])), name))
+    rows = [_tool_row(name, outcomes[name], times[name]) for name in ranked[:MAX_TOOLS]]
+    if others := ranked[MAX_TOOLS:]:
+        counts = sum((outcomes[name] for name in others), Counter[str]())
+        rows.append(_tool_row(None, counts, [one for name in others for one in times[name]]))
+    return rows
+
+
+def _tool_row(
+    name: str | None, outcomes: Counter[str], times: Sequence[tuple[float, float]]
+) -> dict[str, Any]:
+    queued, worked = zip(*times, strict=True)
+    return {
+        "tool": name,
+        "calls": outcomes.total(),
+        "outcomes": outcomes.most_common(),
+        "queue_s": float(np.mean(queued)),
+        "work_s": float(np.mean(worked)),
+        "max_work_s": max(worked),
+        "total_s": sum(queued) + sum(worked),
+    }
+
+
+def tool_name(name: str | None) -> str:
+    """Return the text for the `tool` of a row: it is empty for calls that are malformed."""
+    return "other tools" if name is None else name or "no name"
 
 
 def _summarize(entries: Sequence[Entry]) -> Iterator[tuple[str, float]]:
@@ -112,8 +136,8 @@ def _summarize(entries: Sequence[Entry]) -> Iterator[tuple[str, float]]:
         yield f"end {end}, share", count / len(entries)
     for row in _tool_rows(entries):
         name, num_ok = row["tool"], dict(row["outcomes"]).get("ok", 0)
-        yield f"{name or 'no name'}: calls", row["calls"]
-        if not name:  # calls that are malformed
+        yield f"{tool_name(name)}: calls", row["calls"]
+        if not name:  # calls that are malformed, and other tools
             continue
         yield f"{name}: calls that are not ok, share", 1 - num_ok / row["calls"]
         yield f"{name}: seconds at work of a call", row["work_s"]

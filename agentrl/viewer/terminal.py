@@ -12,7 +12,7 @@ from rich.text import Text
 from agentrl.errors import printable
 from agentrl.viewer.queries import Filters, list_runs, list_trajectories
 from agentrl.viewer.runs import RunReader
-from agentrl.viewer.steps import describe_step
+from agentrl.viewer.steps import describe_step, tool_name
 
 _METRICS = {
     "reward": ("rollout/combined_reward/mean", "rollout/reward/mean"),
@@ -26,6 +26,9 @@ _METRICS = {
 """Columns of the table of steps, and the metrics of which each shows the first that there is."""
 _MAX_ANSWER = 24
 """Characters of the last answer."""
+_MAX_CELL = 200
+"""Characters of a cell."""
+_MAX_GROUPS = 10
 _MAX_STEPS = 24
 """Lines of the table of steps; of a longer run, lines at equal distances."""
 
@@ -36,33 +39,34 @@ def print_lists(
     console: Console,
     *,
     limit: int = 20,
-    compared: str = "",
+    steps: Sequence[int] = (),
 ) -> None:
     """Print the runs, and for each run its metrics, one step and its trajectories.
 
     Args:
         runs: The runs.
-        filters: Those of the trajectories; its file is the step, if it is given.
+        filters: Those of the trajectories.
         console: Where to print.
         limit: Trajectories of a run.
-        compared: Label of a file that the step is compared with; empty: none.
+        steps: The step to print, and one to compare it with; none: the last one.
     """
     for table in _run_tables(runs):
         console.print(table)
     for run in runs:
         console.print(_metrics_table(run))
-        labels = list(run.find_files())
-        if not labels:
-            console.print(f"{printable(run.name)}: no saved rollouts (trainer.rollout_data_dir)")
+        if not run.find_files():
+            line = f"{printable(run.name)}: no saved rollouts (trainer.rollout_data_dir)"
+            console.print(line, markup=False)
             continue
-        file = filters.file or labels[0]
-        if file not in labels:
-            console.print(f"{printable(run.name)}: no file {printable(file)}", markup=False)
+        file, *others = run.find_steps(steps)
+        if file is None:
+            line = f"{printable(run.name)}: no rollouts of step {steps[0]}"
+            console.print(line, markup=False)
             continue
         chosen = replace(filters, file=file)
         tables = _step_tables(run, file)
-        if compared in labels:
-            tables.append(_compared_table(run, file, compared))
+        if others and others[0] is not None:
+            tables.append(_compared_table(run, file, others[0]))
         for table in tables:
             console.print(table)
         console.print(_trajectories_table(run, chosen, limit))
@@ -82,7 +86,7 @@ def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
 
 
 def _cells(*values: object) -> list[Text]:
-    return [Text(printable(_shown(value))) for value in values]
+    return [Text(printable(_shown(value)[:_MAX_CELL])) for value in values]
 
 
 def _shown(value: object) -> str:
@@ -134,7 +138,7 @@ def _compared_table(run: RunReader, file: str, other: str) -> Table:
     return table
 
 
-def _step_tables(run: RunReader, file: str) -> list[Table]:
+def _step_tables(run: RunReader, file: str) -> list[Table | Text]:
     step = describe_step(run, file)
     numbers = ("mean", "min", "median", "p95", "max")
     head = f"{printable(run.name)}: {file}, {step['num']} trajectories"
@@ -150,11 +154,33 @@ def _step_tables(run: RunReader, file: str) -> list[Table]:
     for row in step["tools"]:
         outcomes = ", ".join(f"{outcome} {count}" for outcome, count in row["outcomes"])
         times = (row["queue_s"], row["work_s"], row["max_work_s"], row["total_s"])
-        tools.add_row(*_cells(row["tool"] or "no name", outcomes, row["calls"], *times))
+        tools.add_row(*_cells(tool_name(row["tool"]), outcomes, row["calls"], *times))
     failures = _table("Failures", "fault", "number", "message", numbers=("number",))
     for row in step["failures"]:
         failures.add_row(*_cells(row["fault"], row["num"], row["message"][:200]))
-    return [table for table in (values, ends, tools, failures) if table.row_count]
+    tables = (values, ends, tools, _slowest_table(step), failures, _groups_table(step))
+    shown: list[Table | Text] = [table for table in tables if table.row_count]
+    if number := len(step["damaged"]):
+        shown.append(Text(f"{number} damaged line{'s' if number > 1 else ''} left out"))
+    return shown
+
+
+def _slowest_table(step: Mapping[str, Any]) -> Table:
+    numbers = ("seconds", "tokens", "turns")
+    table = _table("Slowest requests", "request", *numbers, "end", numbers=numbers)
+    for row in step["slowest"]:
+        table.add_row(*_cells(row["request_id"], *(row[key] for key in numbers), row["end"]))
+    return table
+
+
+def _groups_table(step: Mapping[str, Any]) -> Table:
+    numbers = ("mean", "spread")
+    columns = ("group", *numbers, "rewards of its samples")
+    table = _table("Groups with the largest spread", *columns, numbers=numbers)
+    for row in step["groups"][:_MAX_GROUPS]:
+        rewards = " ".join(_shown(one["reward"]) for one in row["samples"])
+        table.add_row(*_cells(row["uid"], row["mean"], row["spread"], rewards))
+    return table
 
 
 def _trajectories_table(run: RunReader, filters: Filters, limit: int) -> Table:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from agentrl.errors import DataError
@@ -131,14 +132,36 @@ def list_tokens(
     index, entry = run.entry(entry_id)
     request = index.read(entry)["request"]
     one = [*request["branches"], request][sequence]
+    return tokens_of(run, SavedSequence(one, *_computed(index, one)), start)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSequence:
+    """A sequence of a trajectory, read from its files."""
+
+    request: Mapping[str, Any]
+    computed: Mapping[str, list[float]]
+    """Columns that training computed."""
+    note: str
+    """Why there are none."""
+
+
+def read_sequences(index: FileIndex, entry: Entry) -> list[SavedSequence]:
+    """Read the sequences of a trajectory."""
+    request = index.read(entry)["request"]
+    return [SavedSequence(one, *_computed(index, one)) for one in (*request["branches"], request)]
+
+
+def tokens_of(run: RunReader, saved: SavedSequence, start: int) -> dict[str, Any]:
+    """Return at most `MAX_TOKENS` response tokens from `start`, as `list_tokens` does."""
+    one = saved.request
     ids, end = one["response_ids"], start + MAX_TOKENS
-    computed, note = _computed(index, one)
     columns: dict[str, list[Any]] = {
         "id": ids[start:end],
         "mask": one["loss_mask"][start:end],
         "rollout_log_probs": one["rollout_log_probs"][start:end],
     }
-    columns |= {name: values[start:end] for name, values in computed.items()}
+    columns |= {name: values[start:end] for name, values in saved.computed.items()}
     if "old_log_probs" in columns:
         columns["ratio"] = [
             math.exp(min(old - new, 50)) if is_one else None
@@ -160,7 +183,7 @@ def list_tokens(
         "columns": columns,
         "turns": turns,
         "media": _media_spans(one),
-        "note": note,
+        "note": saved.note,
     }
 
 

@@ -1,7 +1,9 @@
 """`agentrl view`: the terminal's lists, the export, and mistakes."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -71,5 +73,64 @@ def test_an_export_says_what_is_left_out(folder: Path, tmp_path: Path):
 def test_a_wrong_folder_or_step_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="no folder"):
         view(tmp_path / "none")
-    with pytest.raises(ConfigError, match="no rollouts of step 9"):
+    with pytest.raises(ConfigError, match=r"(?s)no rollouts of step 9.*one of 1, 2, 3"):
         view(folder, "--terminal", "--step", 9)
+    with pytest.raises(
+        ConfigError, match=r"(?s)no trajectory has the end 'foo'.*one of .*answered"
+    ):
+        view(folder, "--terminal", "--end", "foo")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--terminal", "--export", "pages"), "exclude each other"),
+        (("--sort", "reward"), "--sort needs --terminal"),
+        (("--end", "failed"), "--end needs --terminal"),
+        (("--text", "x", "--export", "pages"), "--text needs --terminal"),
+        (("--terminal", "--step", 1, "--step", 2, "--step", 3), "compares two steps"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(folder: Path, options: Any, reason: str):
+    with pytest.raises(ConfigError, match=reason):
+        view(folder, *options)
+
+
+def test_runs_with_other_folders_of_rollouts_are_printed_for_one_step(folder: Path, tmp_path: Path):
+    other = write_view_run(tmp_path / "other", num_steps=2, seed=1)
+    (other / "rollouts").rename(other / "validation")
+    shown = view(folder, other, "--terminal", "--step", 2)
+    assert "rollouts/step_000002, 16 trajectories" in shown
+    assert "validation/step_000002, 16 trajectories" in shown
+    assert "other: no rollouts of step 3" in view(folder, other, "--terminal", "--step", 3)
+
+
+def test_a_run_without_rollouts_is_printed(folder: Path):
+    (folder / "rollouts").rename(folder / "moved")
+    assert "no saved rollouts" in view(folder, "--terminal", "--end", "failed")
+
+
+def test_names_that_the_policy_writes_do_not_reach_the_terminal(folder: Path):
+    path = folder / "rollouts" / "step_000003.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        request = line["request"]
+        evil = "\x1b[2J\u202e" + "x" * 10_000
+        request["stop_reason"] = request["data_source"] = request["request_id"] = evil
+        request["turns"][0]["calls"][0].update(name=evil, outcome=evil)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = view(folder, "--terminal")
+    assert "\\x1b[2J" in shown
+    assert not {"\x1b", "\u202e"} & set(shown)
+    assert len(shown) < 200_000
+
+
+def test_the_terminal_names_damaged_lines_groups_and_slow_requests(folder: Path):
+    with (folder / "rollouts" / "step_000003.jsonl").open("a") as file:
+        file.write("{\n")
+    shown = view(folder, "--terminal")
+    assert "16 trajectories" in shown
+    assert "1 damaged line left out" in shown
+    slowest, groups = shown.partition("Slowest requests")[2].split("Groups with the largest spread")
+    assert "train-3-" in slowest
+    assert len(re.findall(r"train-3-[01] ", groups.partition("Trajectories")[0])) == 2

@@ -31,9 +31,9 @@ from tests.fakes.viewer_runs import (
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = Path("/usr/bin/chromium")
 DOCS = Path(__file__).parents[2] / "docs"
-FIRST_PAINT_S, FILTER_S = 1.0, 0.3
-SLACK = 10
-"""Machines that run tests are loaded; only a tenfold excess is a failure."""
+CONTENT_S, FILTER_S = 1.0, 0.3
+SLACK = 1 if os.environ.get("AGENTRL_IDLE_MACHINE") else 10
+"""Machines that run tests are loaded: only a tenfold excess is a failure, except on an idle one."""
 FILE = "rollouts/step_000010"
 
 pytestmark = [
@@ -159,10 +159,10 @@ def wait_for_files(tab: Tab) -> None:
     )
 
 
-def first_paint(tab: Tab) -> float:
-    """Return the seconds until the page showed something."""
-    name = "first-contentful-paint"
-    return float(tab.page.evaluate(f"performance.getEntriesByName('{name}')[0].startTime")) / 1000
+def content_time(tab: Tab) -> float:
+    """Return the seconds until `main` had its first content."""
+    mark = "performance.getEntriesByName('content')[0].startTime"
+    return float(tab.page.evaluate(mark)) / 1000
 
 
 def time_filter(tab: Tab, selector: str, value: str, before: int) -> float:
@@ -187,12 +187,12 @@ def test_each_page_opens_without_errors_and_soon(address: str, make_tab: Any, sc
     for fragment in PAGES:
         tab = make_tab(scheme=scheme)
         tab.open(address, fragment)
-        paint_s = first_paint(tab)
+        content_s = content_time(tab)
         start = time.perf_counter()
         tab.open(address, fragment)
         ready_s = time.perf_counter() - start
-        print(f"{fragment}: first paint {paint_s:.3f} s, second visit complete {ready_s:.3f} s")
-        assert paint_s < SLACK * FIRST_PAINT_S
+        print(f"{fragment}: content {content_s:.3f} s, second visit complete {ready_s:.3f} s")
+        assert content_s < SLACK * CONTENT_S
         assert tab.page.locator("main").inner_text().strip()
         assert tab.page.evaluate("document.documentElement.dataset.theme") == scheme
         tab.check(address)
@@ -266,7 +266,7 @@ def test_tokens_show_what_training_computed(address: str, make_tab: Any):
     detail = tab.page.inner_text("#token-detail")
     for name in ("Ratio", "Entropy", "Advantage", "Log-prob. at training", "Weights"):
         assert name in detail
-    for color in ("ratio", "entropies", "advantages", "rollout_log_probs"):
+    for color in ("ratio", "entropies", "advantages", "version", "rollout_log_probs"):
         tab.page.select_option("#color", color)
     assert tab.page.locator(".token").nth(3).evaluate("(e) => e.style.background") != ""
     tab.check(address)
@@ -283,20 +283,29 @@ def test_two_samples_of_a_group_are_next_to_each_other(address: str, make_tab: A
 
 
 def test_a_live_run_grows_on_the_page(tmp_path: Path, make_tab: Any):
-    folder = write_view_run(tmp_path / "live", num_steps=2, is_live=True)
-    other = write_view_run(tmp_path / "other", num_steps=4, seed=3)
+    """The pages are opened before the first step has ended."""
+    folder = write_view_run(tmp_path / "live", num_steps=0, is_live=True)
+    other = write_view_run(tmp_path / "other", num_steps=0, seed=3, is_live=True)
     with serving(folder, other) as address:
-        tab = make_tab()
+        tab, step = make_tab(), make_tab()
         tab.open(address, "runs")
+        step.open(address, "step")
+        assert "There are no metrics yet" in tab.page.inner_text("main")
+        assert "no saved rollouts" in step.page.inner_text("main")
         assert "actor.lr" in tab.page.inner_text("#differences")
-        curve = tab.page.locator("svg path.curve.run-0").first
-        before = curve.get_attribute("d")
-        draw = random.Random(5)
-        append_metrics(folder, 3, draw)
-        write_step(folder, 3, 16, draw)
-        tab.wait_until("document.querySelector('#runs-table tbody td.num').innerText === '3'")
-        tab.settle()
-        assert tab.page.locator("svg path.curve.run-0").first.get_attribute("d") != before
+        draw, before = random.Random(5), None
+        for number in (1, 2, 3):
+            for run in (folder, other):
+                append_metrics(run, number, draw)
+                write_step(run, number, 16, draw)
+            shown = "document.querySelector('#runs-table tbody td.num').innerText"
+            tab.wait_until(f"{shown} === '{number}'")
+            tab.wait_until("document.querySelector('svg path.curve.run-0') !== null")
+            tab.settle()
+            curve = tab.page.locator("svg path.curve.run-0").first.get_attribute("d")
+            assert curve != before
+            before = curve
+        step.wait_until("document.getElementById('file') !== null")
         tab.page.check("#log")
         tab.page.fill("#smooth", "0.9")
         for x in ("time", "tokens", "trained"):
@@ -326,7 +335,7 @@ def test_10_000_trajectories_of_a_live_run_appear_without_a_reload(tmp_path: Pat
         with subprocess.Popen([sys.executable, "-c", GROW, str(folder)]) as writer:
             during = make_tab()
             during.open(address, "list?file=all")
-            paint_s = first_paint(during)
+            content_s = content_time(during)
             during_s = time_filter(during, "#search", "it is 7", count(during))
             assert writer.wait(timeout=300) == 0
         written_s = time.perf_counter() - started
@@ -334,11 +343,11 @@ def test_10_000_trajectories_of_a_live_run_appear_without_a_reload(tmp_path: Pat
         seen_s = time.perf_counter() - started - written_s
         filter_s = time_filter(rows, "#search", "it is 5", 10_000)
         print(
-            f"live: first paint {paint_s:.3f} s, filter while it grows {during_s:.3f} s; 5,000 "
+            f"live: content {content_s:.3f} s, filter while it grows {during_s:.3f} s; 5,000 "
             f"trajectories written in {written_s:.1f} s, all listed {seen_s:.1f} s later; filter "
             f"of 10,000 {filter_s:.3f} s"
         )
-        assert paint_s < SLACK * FIRST_PAINT_S
+        assert content_s < SLACK * CONTENT_S
         assert max(during_s, filter_s) < SLACK * FILTER_S
         curves.wait_until("document.querySelector('#runs-table tbody td.num').innerText === '10'")
         curves.settle()
@@ -372,13 +381,26 @@ def write_hostile(folder: Path) -> None:
         )
         request = line["request"]
         request["data_source"] = request["request_id"] = f"{number} {text[:200]}"
-        request["turns"][0]["calls"][0].update(name=text[:200], message=text, outcome="crashed")
+        request["stop_reason"] = request["turns"][0]["finish_reason"] = text[:200]
+        request["messages"][0]["role"] = text[:200]
+        request["turns"][0]["calls"][0].update(name=text[:200], message=text, outcome=text[:200])
         request["turns"][0]["calls"][0]["arguments"] = {text[:200]: text}
         request["error"]["message"] = text
         entry = {"path": text, "thumbnail": text, "width": text, "frames": text}
         request["multi_modal_data"] = {text[:200]: [entry, text]}
         lines.append(json.dumps(line) + "\n")
     (folder / "rollouts" / "step_000009.jsonl").write_text("".join(lines))
+
+
+def check_text(tab: Tab) -> None:
+    """Check that no script ran, and that no control character is on the page."""
+    assert tab.page.evaluate("window.ran") is None
+    assert tab.page.locator("main script, main img, main style").count() == 0
+    shown = tab.page.evaluate(
+        "document.body.textContent + document.title + [...document.querySelectorAll('*')].map("
+        "(one) => [one.title, one.alt, one.ariaLabel].join('')).join('')"
+    )
+    assert not set(shown) & set("\x00\x07\x1b\u202e\u2066\ufeff\u2028")
 
 
 def test_hostile_trajectories_are_inert(tmp_path: Path, make_tab: Any):
@@ -393,8 +415,9 @@ def test_hostile_trajectories_are_inert(tmp_path: Path, make_tab: Any):
     with serving(folder) as address:
         tab = make_tab()
         label = "rollouts/step_000009"
-        tab.open(address, f"step?file={label}")
-        tab.open(address, f"list?file={label}")
+        for fragment in (f"step?file={label}", f"list?file={label}"):
+            tab.open(address, fragment)
+            check_text(tab)
         assert count(tab) == len(HOSTILE)
         for number in range(len(HOSTILE)):
             tab.open(address, f"trajectory?id={label}:{number}")
@@ -404,8 +427,7 @@ def test_hostile_trajectories_are_inert(tmp_path: Path, make_tab: Any):
                 tab.page.wait_for_selector(".token")
                 assert "window.ran" in tab.page.inner_text(".tokens")
                 assert len(tab.page.inner_text(".tokens")) < 20_000
-            assert tab.page.evaluate("window.ran") is None
-            assert tab.page.locator("main script, main img, main style").count() == 0
+            check_text(tab)
         tab.open(address, f"trajectory?id={label}:1")
         assert "\\u202eevil" in tab.page.inner_text(".conversation")
         tab.check(address)
@@ -479,6 +501,41 @@ def test_an_export_opens_from_disk(tmp_path: Path, make_tab: Any):
     tab.open(address, "step?file=rollouts/step_000002")
     assert tab.page.evaluate("window.ran") is None
     tab.check(out.as_uri())
+
+
+def test_a_bar_of_the_rewards_lists_as_many_trajectories_as_it_counts(
+    tmp_path: Path, make_tab: Any
+):
+    folder = write_view_run(tmp_path / "run", num_steps=1, per_step=100)
+    with (folder / "rollouts" / "step_000001.jsonl").open("a") as file:
+        file.write('{"step": 1}\n')
+    export_runs([RunReader(folder)], tmp_path / "out")
+    exported = (tmp_path / "out" / "index.html").as_uri()
+    with serving(folder) as address:
+        for where in (address, exported):
+            tab = make_tab()
+            tab.open(where, "step?file=rollouts/step_000001")
+            assert "1 damaged line left out" in tab.page.inner_text("main")
+            bars = tab.page.locator("g.pick")
+            counts = [int(text.rpartition(": ")[2]) for text in bars.all_text_contents()]
+            assert sum(counts) == 100
+            for number in (0, len(counts) // 2, len(counts) - 1):
+                tab.open(where, "step?file=rollouts/step_000001")
+                bars.nth(number).locator("rect").dispatch_event("click")
+                tab.wait_until("document.getElementById('count')?.dataset.total !== undefined")
+                assert count(tab) == counts[number]
+                assert tab.page.inner_text("#count").endswith(", 1 damaged line left out")
+
+
+def test_runs_with_other_folders_of_rollouts_are_compared(tmp_path: Path, make_tab: Any):
+    runs = [write_view_run(tmp_path / name, num_steps=2) for name in "ab"]
+    (runs[1] / "rollouts").rename(runs[1] / "validation")
+    with serving(*runs) as address:
+        tab = make_tab()
+        tab.open(address, "step?file=rollouts/step_000002")
+        tab.page.select_option("#with", label="b: validation/step_000002")
+        tab.page.wait_for_selector("#changes")
+        tab.check(address)
 
 
 def test_the_four_tasks_of_the_documentation(tmp_path: Path, make_tab: Any):

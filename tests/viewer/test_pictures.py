@@ -84,7 +84,9 @@ def test_prompts_that_differ_in_their_picture_are_different_rows(folder: Path):
     assert entries[0].row != entries[1].row
     write_picture_step(folder, 6)
     shown = RunReader(folder)
-    assert len(list(shown.index_all())) == 3
+    for label in shown.find_files():
+        shown.index(label)
+    assert len(shown.indexed()) == 3
     assert [one["step"] for one in describe_trajectory(shown, f"{LABEL}:0")["same_row"]] == [6]
 
 

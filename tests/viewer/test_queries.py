@@ -2,15 +2,19 @@
 
 import json
 import random
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from agentrl.errors import ConfigError, DataError
 from agentrl.rollout.states import StopReason
 from agentrl.trainer.rollouts.files import read_trajectories
 from agentrl.viewer import queries, trajectories
+from agentrl.viewer.index import index_file
 from agentrl.viewer.queries import Filters
 from agentrl.viewer.runs import RunReader, find_differences
 from agentrl.viewer.steps import describe_step, histogram
@@ -28,7 +32,8 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(folder: Path) -> RunReader:
     reader = RunReader(folder)
-    assert len(list(reader.index_all())) == 3
+    for label in reader.find_files():
+        reader.index(label)
     return reader
 
 
@@ -85,6 +90,101 @@ def test_a_damaged_line_is_counted_and_the_others_are_read(folder: Path):
     assert len(index.entries) == 16
 
 
+DAMAGES = (
+    ("request", "data_source", None), ("request", "stop_reason", 5), ("request", "reward", "x"),
+    ("request", "uid", [1]), ("request", "reward", 10**400), ("summary", "num_turns", "2"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "key", "value"), DAMAGES)
+def test_a_line_with_a_value_of_another_type_is_damaged(
+    folder: Path, part: str, key: str, value: Any
+):
+    path = folder / "rollouts" / "step_000002.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    first = json.loads(lines[0])
+    first["combined_reward"] = None
+    first[part][key] = value
+    path.write_text("".join([json.dumps(first) + "\n", *lines[1:]]))
+    run = RunReader(folder)
+    assert run.index(STEP).damaged == [1]
+    assert len(listed(run, file=STEP, sort="end", text="it is")) == 15
+    assert describe_step(run, STEP)["num"] == 15
+
+
+def test_a_line_that_is_cut_off_is_damaged(folder: Path):
+    path = folder / "rollouts" / "step_000002.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    run = RunReader(folder)
+    assert run.index(STEP).damaged == [16]
+    assert queries.list_trajectories(run, Filters(file=STEP))["damaged"] == 1
+    other = "rollouts/step_000001"
+    run.index(other)
+    assert queries.list_trajectories(run, Filters(file=other))["damaged"] == 0
+
+
+def test_a_file_that_is_damaged_after_it_was_read_has_no_match(folder: Path):
+    run = RunReader(folder)
+    index = run.index(STEP)
+    entry = replace(index.entries[0], text=None)
+    assert index.contains(entry, "let me")
+    index.path.write_text("x" * 100_000)
+    assert not index.contains(entry, "let me")
+
+
+def test_rewards_of_any_size_are_described(folder: Path):
+    path = folder / "rollouts" / "step_000002.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["combined_reward"] = (-1) ** number * 1e308
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    step = describe_step(RunReader(folder), STEP)
+    assert step["histograms"][0]["missing"] == 0
+    assert json.loads(queries.to_json(step))["num"] == 16
+
+
+def test_a_bar_of_the_rewards_lists_what_it_counts(run: RunReader):
+    bins = describe_step(run, STEP)["histograms"][0]
+    edges, last = bins["edges"], len(bins["counts"]) - 1
+    for number, count in enumerate(bins["counts"]):
+        limits = {} if number == last else {"max_reward": edges[number + 1]}
+        assert len(listed(run, file=STEP, min_reward=edges[number], **limits)) == count
+
+
+def test_a_policy_that_calls_many_names_gets_a_bounded_table(folder: Path):
+    path = folder / "rollouts" / "step_000002.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    call = lines[0]["request"]["turns"][0]["calls"][0]
+    for number, line in enumerate(lines):
+        line["request"]["turns"][0]["calls"] = [
+            {**call, "name": f"{number}_{one}_" + "x" * 10_000} for one in range(10)
+        ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = RunReader(folder)
+    rows = describe_step(run, STEP)["tools"]
+    assert [row["tool"] for row in rows[50:]] == [None]
+    assert sum(row["calls"] for row in rows) == 160
+    assert {len(row["tool"]) for row in rows[:50]} == {100}
+    assert len(queries.list_choices(run, STEP)["tools"]) == 50
+    assert len(listed(run, file=STEP, tool=rows[0]["tool"])) == 1
+
+
+def test_texts_are_kept_up_to_a_limit(folder: Path):
+    path = folder / "rollouts" / "step_000002.jsonl"
+    kept = index_file(path, STEP, max_text_bytes=1000)
+    assert 0 < kept.text_bytes <= 1000
+    assert sum(entry.text is None for entry in kept.entries) > 8
+    assert all(kept.contains(entry, "let me compute") for entry in kept.entries)
+
+
+def test_a_damaged_file_of_tokens_gives_no_advantages(folder: Path):
+    path = folder / "rollouts" / "step_000002.tokens.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+    run = RunReader(folder)
+    assert run.index(STEP).advantages == {}
+    assert "cannot be read" in list_tokens(run, f"{STEP}:0")["note"]
+
+
 def test_the_index_equals_what_the_lines_hold(run: RunReader):
     index = run.index(STEP)
     for entry in index.entries:
@@ -120,6 +220,60 @@ def test_metrics_of_a_resumed_run_are_read_again(folder: Path, run: RunReader):
     assert [line["step"] for line in run.metrics()] == [1]
 
 
+def test_metrics_of_a_replaced_file_are_read_again(folder: Path, run: RunReader):
+    run.metrics()
+    longer = [json.dumps({"step": step, "reward": 10 * step}) for step in range(1, 99)]
+    (folder / "draft").write_text("\n".join(longer) + "\n")
+    (folder / "draft").rename(folder / "metrics.jsonl")
+    assert run.metrics()[0] == {"step": 1, "reward": 10}
+    assert len(run.metrics()) == 98
+
+
+def test_a_run_without_a_configuration_yet_is_read_when_it_has_one(tmp_path: Path):
+    folder = write_view_run(tmp_path / "run")
+    (folder / "rollouts").rename(tmp_path / "elsewhere")
+    file = folder / "starts" / "0001" / "resolved.yaml"
+    config = yaml.safe_load(file.read_text())
+    config["trainer"]["rollout_data_dir"] = str(tmp_path / "elsewhere")
+    file.unlink()
+    run = RunReader(folder)
+    assert (run.tokenizer, run.find_files()) == (None, {})
+    file.write_text(yaml.safe_dump(config))
+    assert run.tokenizer is not None
+    assert len(run.find_files()) == 3
+
+
+def test_the_configured_folder_is_first_and_skipped_is_last(folder: Path, tmp_path: Path):
+    for name in ("skipped", "val_rollouts"):
+        shutil.copytree(folder / "rollouts", folder / name)
+    shutil.copytree(folder / "rollouts", tmp_path / "rollouts")
+    file = folder / "starts" / "0001" / "resolved.yaml"
+    config = yaml.safe_load(file.read_text())
+    config["trainer"]["rollout_data_dir"] = str(tmp_path / "rollouts")
+    file.write_text(yaml.safe_dump(config))
+    found = RunReader(folder).find_files()
+    newest = [f"{name}/step_000003" for name in ("rollouts", "val_rollouts", "skipped")]
+    assert list(found)[:3] == newest
+    assert found["rollouts/step_000003"].parent == tmp_path / "rollouts"
+
+
+def test_the_tokenizer_of_a_model_of_the_hub_is_found_in_its_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cached = tmp_path / "cache" / "models--owner--name"
+    snapshot = cached / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123")
+    shutil.copy(folder / "model" / "tokenizer.json", snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    file = folder / "starts" / "0001" / "resolved.yaml"
+    for model in ({"path": "owner/name"}, {"path": "gone", "tokenizer_path": "owner/name"}):
+        config = {**yaml.safe_load(file.read_text()), "model": model}
+        file.write_text(yaml.safe_dump(config))
+        assert RunReader(folder).tokenizer is not None
+
+
 def test_curves_have_four_axes(run: RunReader):
     trained = sum(entry.trained for entry in run.index("rollouts/step_000001").entries)
     axes = queries.read_axes(run)
@@ -142,7 +296,10 @@ def test_a_step_has_distributions_groups_and_failures(run: RunReader):
     assert step["tools"][0]["tool"] == "search"
 
 
-@pytest.mark.parametrize("values", [[1.0], [2, 2, 2], [0.5, 0.25], [None, 1], [1e-3, 1e9]])
+@pytest.mark.parametrize(
+    "values",
+    [[1.0], [2, 2, 2], [0.5, 0.25], [None, 1], [1e-3, 1e9], [1e17], [1e308, -1e308], [1e308] * 9],
+)
 def test_a_histogram_counts_every_value(values: list[float | None]):
     bins = histogram(values)
     assert sum(bins["counts"]) + bins["missing"] == len(values)
@@ -214,6 +371,17 @@ def test_files_in_the_own_folder_of_each_run_are_no_difference():
     assert find_differences([first, second]) == [
         ("d", ['["/runs/ab/x"]', '["${trainer.default_local_dir}/x"]'])
     ]
+
+
+def test_relative_paths_in_the_own_folder_are_no_difference():
+    first, second = (
+        {
+            "trainer": {"default_local_dir": f"/home/me/runs/{name}", "experiment_name": name},
+            "data": [f"runs/{name}/data", f"{name}/data"],
+        }
+        for name in "ab"
+    )
+    assert find_differences([first, second]) == [("trainer.experiment_name", ['"a"', '"b"'])]
 
 
 def test_numbers_that_are_not_finite_become_text():

@@ -1,5 +1,6 @@
 """The server answers only who has its address."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,44 @@ async def test_without_the_token_or_with_another_host_nothing_is_served(server: 
 )  # fmt: skip
 async def test_what_does_not_exist_is_not_found(server: ViewServer, path: str):
     assert (await get(server.address + path))[0] in (403, 404)
+
+
+async def test_what_is_not_valid_is_answered_with_the_reason(server: ViewServer):
+    for value in ("nan", "inf", "1.5", "x"):
+        status, body, _ = await get(f"{server.address}api/list?run=0&offset={value}")
+        assert status == 404
+        assert f"offset is {value}" in body["error"].replace("'", "")
+
+
+async def test_an_error_of_the_server_is_answered_with_the_reason(
+    server: ViewServer, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object) -> None:
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr("agentrl.viewer.server.describe_step", fail)
+    status, body, _ = await get(f"{server.address}api/step?run=0&file=rollouts/step_000001")
+    assert status == 500
+    assert "no luck" in body["error"]
+
+
+async def test_a_file_that_cannot_be_indexed_does_not_end_the_others(tmp_path: Path):
+    folder = write_view_run(tmp_path / "run", num_steps=3)
+    (folder / "rollouts" / "step_000003.tokens.parquet").write_bytes(b"PAR1")
+    (folder / "rollouts" / "step_000002.jsonl").unlink()
+    (folder / "rollouts" / "step_000002.jsonl").mkdir()
+    server = ViewServer([RunReader(folder)])
+    await server.start()
+    try:
+        total = 0
+        for _ in range(400):
+            total = (await get(f"{server.address}api/list?run=0"))[1]["total"]
+            if total == 32:
+                break
+            await asyncio.sleep(0.05)
+        assert total == 32
+    finally:
+        await server.close()
 
 
 async def test_lists_are_answered_as_json(server: ViewServer):

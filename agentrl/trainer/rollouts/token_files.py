@@ -45,6 +45,8 @@ if TYPE_CHECKING:  # readers of files need no torch, whose import takes seconds
 TOKENS_VERSION = 1
 """Version of the format."""
 _VERSION_KEY = b"agentrl_version"
+_GROUP_ROWS = 16
+"""Rows of a row group: the values of one sequence are read with those of few others."""
 TOKEN_COLUMNS = (
     "response_mask", "rollout_log_probs", "old_log_probs", "entropies", "ref_log_prob", "values",
     "token_level_scores", "token_level_rewards", "advantages", "returns", "rollout_is_weights",
@@ -115,7 +117,10 @@ def save_tokens(path: Path, tables: Sequence[pa.Table]) -> None:
         OSError: naming `path`, if it cannot be written.
     """
     with atomic_file(path) as draft:
-        pq.write_table(pa.concat_tables(tables), draft, compression="zstd")
+        table = pa.concat_tables(tables)
+        # Of small row groups, dictionaries of distinct floats would make the file larger.
+        options = {"compression": "zstd", "use_dictionary": False}
+        pq.write_table(table, draft, row_group_size=_GROUP_ROWS, **options)
 
 
 def read_tokens(
@@ -126,7 +131,7 @@ def read_tokens(
     Args:
         path: The file.
         columns: Columns to read, of those that it has; None: all.
-        request_ids: Sequences to read; empty: all.
+        request_ids: Sequences to read; empty: all. Only row groups with these are read.
 
     Raises:
         DataError: If there is no such file, or it is damaged or of another version.
@@ -134,12 +139,11 @@ def read_tokens(
     if not path.is_file():
         raise DataError("no such file of tokens", file=path)
     try:
-        schema = pq.read_schema(path)
-        table = pq.read_table(
-            path,
-            columns=None if columns is None else [name for name in columns if name in schema.names],
-            filters=[("request_id", "in", request_ids)] if request_ids else None,
-        )
+        with pq.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            if columns is not None:
+                columns = [name for name in columns if name in schema.names]
+            table = _read_rows(file, columns, request_ids) if request_ids else file.read(columns)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"a file of tokens that cannot be read: {error}", file=path) from error
     found = (schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
@@ -150,3 +154,19 @@ def read_tokens(
             expected=f"version {TOKENS_VERSION}",
         )
     return table
+
+
+def _read_rows(
+    file: pq.ParquetFile, columns: Sequence[str] | None, request_ids: Sequence[str]
+) -> pa.Table:
+    """Read the row groups that have the sequences, and keep the sequences' rows."""
+    groups, kept, start = list[int](), list[bool](), 0
+    wanted, ids = set(request_ids), file.read(["request_id"])["request_id"].to_pylist()
+    for group in range(file.num_row_groups):
+        end = start + file.metadata.row_group(group).num_rows
+        is_wanted = [name in wanted for name in ids[start:end]]
+        if any(is_wanted):
+            groups.append(group)
+            kept += is_wanted
+        start = end
+    return file.read_row_groups(groups, columns).filter(pa.array(kept, pa.bool_()))

@@ -14,7 +14,9 @@
 
   // Elements and numbers
 
-  /** Make an element; children are elements or texts. */
+  const SHOWN = new Set(["title", "alt", "aria-label", "placeholder"]);
+
+  /** Make an element; children are elements or texts. Control characters of texts are escaped. */
   function h(tag, attributes, ...children) {
     const space = tag === "svg" || h.svg.has(tag) ? "http://www.w3.org/2000/svg" : null;
     const element = space ? document.createElementNS(space, tag) : document.createElement(tag);
@@ -22,9 +24,10 @@
       if (value === null || value === undefined || value === false) continue;
       if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
       else if (key === "value" || key === "checked" || key === "disabled") element[key] = value;
-      else element.setAttribute(key, value === true ? "" : value);
+      else element.setAttribute(key, value === true ? "" : SHOWN.has(key) ? visible(value) : value);
     }
-    element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+    const given = children.flat().filter((child) => child !== null && child !== undefined);
+    element.append(...given.map((child) => (child instanceof Node ? child : visible(child))));
     return element;
   }
   h.svg = new Set(["path", "line", "rect", "g", "text", "title"]);
@@ -53,6 +56,7 @@
     if (typeof value !== "number") return "–";
     return value > 0 && value < 0.0995 ? `${num(1000 * value, 2)} ms` : `${fixed(value, value < 10 ? 2 : 1)} s`;
   }
+  const damagedLines = (number) => `${num(number)} damaged line${number === 1 ? "" : "s"} left out`;
   const outcomeClass = (outcome) => (outcome === "ok" ? "good" : "bad");
 
   /** Show a long text; what exceeds the limit is added by a button. */
@@ -117,15 +121,14 @@
   /** Filter and sort the exported trajectories as the server does. */
   function listFromExport(q) {
     const all = EXPORT.lists[q.run];
-    const number = (text, other) => (text ? Number(text) : other);
-    const low = number(q.min_reward, -Infinity), high = number(q.max_reward, Infinity);
+    const low = q.min_reward ? Number(q.min_reward) : -Infinity, high = Number(q.max_reward);
     const words = (q.text || "").toLowerCase();
     const rows = all.filter((row) => (!q.file || row.id.startsWith(`${q.file}:`))
       && (!q.end || row.end === q.end) && (!q.source || row.source === q.source)
       && (!q.uid || row.uid === q.uid)
       && (!q.tool && !q.outcome || row.all_calls.some(([tool, outcome]) => (!q.tool || tool === q.tool)
         && (!q.outcome || outcome === q.outcome)))
-      && (!q.min_reward && !q.max_reward || row.reward !== null && row.reward >= low && row.reward <= high)
+      && (!q.min_reward && !q.max_reward || row.reward !== null && row.reward >= low && (!q.max_reward || row.reward < high))
       && (!words || row.text.includes(words)));
     const column = (q.sort || "").replace("-", ""), sign = (q.sort || "").startsWith("-") ? -1 : 1;
     if (column && column !== "id") {
@@ -133,11 +136,13 @@
         || sign * (a[column] > b[column] ? 1 : a[column] < b[column] ? -1 : 0));
     }
     const offset = q.offset || 0;
-    return { total: rows.length, offset, rows: rows.slice(offset, offset + PAGE_ROWS), files: 1, indexed: 1, damaged: 0 };
+    const files = known.runs[q.run].files.filter((one) => !q.file || one.label === q.file);
+    const damaged = files.reduce((sum, { label }) => sum + EXPORT.answers[`step?${queryOf({ run: q.run, file: label })}`].damaged.length, 0);
+    return { total: rows.length, offset, rows: rows.slice(offset, offset + PAGE_ROWS), files: 1, indexed: 1, damaged };
   }
 
   function showError(text) {
-    $("error").textContent = text;
+    $("error").textContent = visible(text);
     $("error").hidden = !text;
   }
 
@@ -174,12 +179,13 @@
       if (mine !== shown) return;
       page = { keys: {}, ...next };
       $("main").replaceChildren(...page.content);
-      document.title = `${page.title} – agentrl`;
+      performance.mark("content");
+      document.title = visible(`${page.title} – agentrl`);
       showHeader();
       if (page.draw) page.draw();
       document.body.dataset.ready = at.page;
     } catch (error) {
-      if (mine === shown) $("main").replaceChildren(h("p", { class: "dim" }, visible(error.message)));
+      if (mine === shown) $("main").replaceChildren(h("p", { class: "dim" }, error.message));
     }
   }
 
@@ -187,7 +193,7 @@
     const select = $("run");
     const names = known.runs.map((one) => one.name).join("\n");
     if (select.dataset.names !== names) {
-      select.replaceChildren(...known.runs.map((one) => h("option", { value: one.run }, visible(one.name))));
+      select.replaceChildren(...known.runs.map((one) => h("option", { value: one.run }, one.name)));
       select.dataset.names = names;
     }
     select.value = runNumber();
@@ -208,15 +214,18 @@
 
   // Runs
 
-  const view = { smooth: 0, log: false, x: "step", search: "", chosen: null };
+  const view = { smooth: 0, log: false, x: "step", search: "", chosen: new Set(), isChosen: false };
   const AXES = { step: "step", time: "time", tokens: "tokens", trained: "trained tokens" };
 
   async function runsPage() {
     const names = () => [...new Set(known.runs.flatMap((one) => one.names))].sort();
-    if (view.chosen === null) {
+    const chooseFirst = () => {  // a run that has just started has no metrics yet
+      if (view.isChosen || !names().length) return;
       const found = (want) => names().filter((name) => (want.test ? want.test(name) : want === name));
       view.chosen = new Set(FIRST_METRICS.flatMap(found).slice(0, 8));
-    }
+      view.isChosen = true;
+    };
+    chooseFirst();
     const list = h("ul", { "aria-label": "Metrics" });
     const charts = h("div", { class: "charts" });
     const table = h("div", { class: "scroll" });
@@ -227,7 +236,7 @@
         h("input", { type: "checkbox", checked: view.chosen.has(name), onchange: (event) => {
           if (event.target.checked) view.chosen = new Set([name, ...view.chosen]); else view.chosen.delete(name);
           draw();
-        } }), visible(name)))));
+        } }), name))));
     };
     let axes = [], curves = new Map(), lines = "";
     const draw = async () => {
@@ -242,15 +251,15 @@
       charts.replaceChildren(...[...view.chosen].filter((name) => curves.has(name)).map((name) => chart(name,
         chartWidth(charts), curves.get(name).map((curve, i) => curve.at.map((at, j) => [axes[i][view.x][at], curve.y[j], axes[i].step[at]])
           .filter(([x, y]) => typeof x === "number" && typeof y === "number")))));
-      if (!view.chosen.size) charts.replaceChildren(h("p", { class: "dim" }, "Choose metrics in the list."));
+      if (!view.chosen.size) charts.replaceChildren(h("p", { class: "dim" }, names().length ? "Choose metrics in the list." : "There are no metrics yet."));
     };
     const fillTable = () => table.replaceChildren(h("table", { id: "runs-table" },
       h("thead", {}, h("tr", {}, ["Run", "State"].map((name) => h("th", {}, name)), h("th", { class: "num" }, "Step"),
         h("th", { class: "num" }, "Rollout files"), h("th", {}, "Folder"))),
       h("tbody", {}, known.runs.map((one) => h("tr", {},
-        h("td", { class: "nowrap" }, h("span", { class: `swatch run-${one.run % 6}` }), h("a", { href: link("step", { run: one.run || "" }) }, visible(one.name))),
+        h("td", { class: "nowrap" }, h("span", { class: `swatch run-${one.run % 6}` }), h("a", { href: link("step", { run: one.run || "" }) }, one.name)),
         h("td", {}, one.state), h("td", { class: "num" }, num(one.step)), h("td", { class: "num" }, num(one.files.length)),
-        h("td", { class: "dim" }, visible(one.folder)))))));
+        h("td", { class: "dim" }, one.folder))))));
     const control = (label, input) => h("label", {}, `${label} `, input);
     const controls = h("div", { class: "bar" },
       control("X axis", h("select", { id: "x", onchange: (e) => { view.x = e.target.value; draw(); } },
@@ -265,7 +274,7 @@
       oninput: (e) => { view.search = e.target.value; fillNames(); } });
     return {
       title: "Runs", draw,
-      update: () => { fillTable(); fillNames(); draw(); },
+      update: () => { chooseFirst(); fillTable(); fillNames(); draw(); },
       content: [table, ...differences(), h("h2", {}, "Curves"), controls,
         h("div", { class: "columns" }, h("div", { class: "names" }, search, list), charts)],
     };
@@ -274,10 +283,10 @@
   function differences() {
     if (known.runs.length < 2) return [];
     const rows = known.differences;
-    const head = h("tr", {}, h("th", {}, "Key"), known.runs.map((one) => h("th", {}, h("span", { class: `swatch run-${one.run % 6}` }), visible(one.name))));
+    const head = h("tr", {}, h("th", {}, "Key"), known.runs.map((one) => h("th", {}, h("span", { class: `swatch run-${one.run % 6}` }), one.name)));
     return [h("details", { class: "differences", open: rows.length <= 12 }, h("summary", {}, `Keys in which the configurations differ (${num(rows.length)})`),
       h("div", { class: "scroll" }, h("table", { id: "differences" }, h("thead", {}, head),
-        h("tbody", {}, rows.map(([key, values]) => h("tr", {}, h("td", {}, visible(key)), values.map((value) => h("td", {}, shorten(visible(value), 200)))))))))];
+        h("tbody", {}, rows.map(([key, values]) => h("tr", {}, h("td", {}, key), values.map((value) => h("td", {}, shorten(value, 200)))))))))];
   }
 
   /** Smooth by an exponential mean that starts without bias. */
@@ -336,7 +345,7 @@
   function chart(name, width, series) {
     const height = 210, left = 52, right = 8, top = 6, bottom = 22;
     const note = h("span", { class: "dim" });
-    const head = h("figcaption", {}, visible(name), note);
+    const head = h("figcaption", {}, name, note);
     const isLog = view.log;
     const raw = series.map((points) => (isLog ? points.filter(([, y]) => y > 0) : points));
     const lines = raw.map((points) => (view.smooth ? smoothed(points, view.smooth) : points));
@@ -449,7 +458,7 @@
       content: [
         h("div", { class: "bar" }, choice.content, compareChoice(at, file), h("a", { href: list() }, `${num(step.num)} trajectories`),
           h("a", { href: list({ sort: "reward" }) }, "the worst first"), news,
-          step.damaged.length ? h("span", { class: "bad" }, `${num(step.damaged.length)} damaged lines are left out`) : null),
+          step.damaged.length ? h("span", { class: "bad" }, damagedLines(step.damaged.length)) : null),
         ...(other ? changes(step, other, at) : []),
         h("div", { class: "four" }, step.histograms.map((one) => bars(one, file))),
         h("div", { class: "two" },
@@ -464,9 +473,9 @@
   /** Make the choice of a step to compare with: of this run, or the same step of another one. */
   function compareChoice(at, file) {
     const options = known.runs.flatMap((one) => one.files
-      .filter(({ label }) => (one.run === runNumber() ? label !== file : label === file))
+      .filter(({ label }) => (one.run === runNumber() ? label !== file : label.split("/").pop() === file.split("/").pop()))
       .map(({ label }) => h("option", { value: `${one.run}:${label}`, selected: at.with === `${one.run}:${label}` },
-        one.run === runNumber() ? label : `${visible(one.name)}: ${label}`)));
+        one.run === runNumber() ? label : `${one.name}: ${label}`)));
     return h("label", {}, "Compare with ", h("select", { id: "with", onchange: (e) => go("step", { run: at.run, file, with: e.target.value }) },
       h("option", { value: "" }, "nothing"), options));
   }
@@ -483,9 +492,9 @@
     };
     const title = at.with.split(/:(.*)/)[1];
     return [h("h2", {}, "Compared"), tableOf([
-      ["Figure", (name) => visible(name.replace(/, share$/, ""))],
+      ["Figure", (name) => name.replace(/, share$/, "")],
       ["This step", (name) => shown(name, value(here, name)), true],
-      [Number(at.with.split(":")[0]) === runNumber() ? title : visible(known.runs[Number(at.with.split(":")[0])].name), (name) => shown(name, value(there, name)), true],
+      [Number(at.with.split(":")[0]) === runNumber() ? title : known.runs[Number(at.with.split(":")[0])].name, (name) => shown(name, value(there, name)), true],
       ["Difference", difference, true],
     ], names, "None.", { id: "changes" })];
   }
@@ -503,7 +512,7 @@
         h("title", {}, `${range} ${bins.unit}: ${num(count)}`));
       const isReward = bins.name === "reward" && count;
       const target = h("g", isReward ? { role: "link", class: "pick", onclick: () => go("list", { run: runNumber() || "", file,
-        min_reward: bins.edges[i], max_reward: bins.edges[i + 1] }) } : {}, column);
+        min_reward: bins.edges[i], max_reward: i + 1 < bins.counts.length ? bins.edges[i + 1] : "" }) } : {}, column);
       svg.append(target);
     });
     svg.append(h("line", { class: "grid", x1: 0, x2: width, y1: height - bottom, y2: height - bottom }));
@@ -525,16 +534,16 @@
   }
 
   const countTable = (name, counts, total, href) => tableOf([
-    [name, ([key]) => h("a", { href: href(key) }, visible(key || "none"))],
+    [name, ([key]) => h("a", { href: href(key) }, key || "none")],
     ["Number", ([, count]) => num(count), true],
     ["Share", ([, count]) => `${fixed((100 * count) / total, 1)} %`, true],
   ], counts, "None.");
 
   const toolTable = (tools, list) => tableOf([
-    ["Tool", (row) => (row.tool ? h("a", { href: list({ tool: row.tool }) }, visible(row.tool)) : "no name")],
+    ["Tool", (row) => (row.tool ? h("a", { href: list({ tool: row.tool }) }, row.tool) : row.tool === null ? "other tools" : "no name")],
     ["Calls", (row) => num(row.calls), true],
     ["Outcomes", (row) => row.outcomes.flatMap(([outcome, count]) => [
-      h("a", { class: `nowrap ${outcomeClass(outcome)}`, href: list({ tool: row.tool, outcome }) }, `${outcome} ${num(count)}`), " "])],
+      h("a", { class: `nowrap ${outcomeClass(outcome)}`, href: row.tool === null ? null : list({ tool: row.tool, outcome }) }, `${outcome} ${num(count)}`), " "])],
     ["Queue", (row) => seconds(row.queue_s), true],
     ["Work", (row) => seconds(row.work_s), true],
     ["Longest", (row) => seconds(row.max_work_s), true],
@@ -544,7 +553,7 @@
   const openLink = (row, runId, text) => h("a", { href: link("trajectory", { run: runId, id: row.id }) }, text);
 
   const slowTable = (rows, runId) => tableOf([
-    ["Request", (row) => openLink(row, runId, visible(row.request_id))],
+    ["Request", (row) => openLink(row, runId, row.request_id)],
     ["Duration", (row) => seconds(row.seconds), true],
     ["Tokens", (row) => num(row.tokens), true],
     ["Turns", (row) => num(row.turns), true],
@@ -554,13 +563,13 @@
   const failureTable = (rows, runId) => tableOf([
     ["Fault", (row) => row.fault],
     ["Number", (row) => num(row.num), true],
-    ["Message", (row) => openLink(row, runId, shorten(visible(row.message), 200))],
+    ["Message", (row) => openLink(row, runId, shorten(row.message, 200))],
   ], rows, "No request failed.");
 
   function groupTable(step, runId, more) {
     return h("div", {}, h("p", { class: "dim" }, `Each sample: reward, and mean advantage of its trained tokens if it was saved. ${more}`),
       tableOf([
-        ["Group", (row) => h("span", { class: "nowrap" }, visible(row.uid))],
+        ["Group", (row) => h("span", { class: "nowrap" }, row.uid)],
         ["Mean reward", (row) => fixed(row.mean, 3), true],
         ["Spread", (row) => fixed(row.spread, 3), true],
         ["Samples", (row) => h("div", { class: "chips" }, row.samples.map((one) => chip(one, runId)))],
@@ -577,15 +586,15 @@
   // Trajectories
 
   const COLUMNS = [
-    ["step", "Step", (row) => num(row.step), true], ["", "Request", (row) => visible(row.request_id)],
+    ["step", "Step", (row) => num(row.step), true], ["", "Request", (row) => row.request_id],
     ["reward", "Reward", (row) => fixed(row.reward, 3), true],
     ["", "Advantage", (row) => fixed(row.advantage, 3), true],
     ["end", "End", (row) => h("span", { class: row.state === "failed" ? "bad" : "" }, row.end)],
     ["turns", "Turns", (row) => num(row.turns), true], ["tokens", "Tokens", (row) => num(row.tokens), true],
     ["trained", "Trained", (row) => num(row.trained), true],
     ["calls", "Calls", (row) => (row.bad_calls ? h("span", { class: "bad" }, `${row.calls} (${row.bad_calls} not ok)`) : num(row.calls)), true],
-    ["seconds", "Duration", (row) => seconds(row.seconds), true], ["source", "Source", (row) => visible(row.source)],
-    ["", "Last answer", (row) => visible(row.excerpt)],
+    ["seconds", "Duration", (row) => seconds(row.seconds), true], ["source", "Source", (row) => row.source],
+    ["", "Last answer", (row) => row.excerpt],
   ];
   let lastList = "";
   const FILTERS = ["file", "end", "tool", "outcome", "source", "uid", "text", "min_reward", "max_reward", "sort"];
@@ -616,7 +625,7 @@
       body.replaceChildren(...rows.map((row, i) => h("tr", { onclick: () => open(i) },
         COLUMNS.map(([, title, cell, isNumber]) => h("td", { class: isNumber ? "num" : title === "Last answer" ? "cut" : "nowrap", dir: title === "Last answer" ? "auto" : null }, cell(row))))));
       const pending = !filters.file && found.indexed < found.files ? ` (in ${found.indexed} of ${found.files} files; the others are being read)` : "";
-      count.textContent = `${num(found.total)} trajectories${pending}${found.damaged ? `, ${num(found.damaged)} damaged lines` : ""}`;
+      count.textContent = `${num(found.total)} trajectories${pending}${found.damaged ? `, ${damagedLines(found.damaged)}` : ""}`;
       count.dataset.total = found.total;
       fillHeads();
       const last = Math.max(0, Math.ceil(found.total / PAGE_ROWS) - 1), now = Math.floor(offset / PAGE_ROWS);
@@ -641,7 +650,7 @@
         onclick: () => set("sort", order === "ascending" ? `-${key}` : order === "descending" ? "" : key) }, title + mark));
     }));
     const pick = (key, label, values) => h("label", {}, `${label} `, h("select", { id: key, onchange: (e) => set(key, e.target.value) },
-      h("option", { value: "" }, "any"), values.map((value) => h("option", { value, selected: filters[key] === value }, visible(value)))));
+      h("option", { value: "" }, "any"), values.map((value) => h("option", { value, selected: filters[key] === value }, value))));
     const reward = (key, label) => h("input", { id: key, type: "number", step: "any", placeholder: label, value: filters[key], "aria-label": `Reward ${label}`,
       oninput: (e) => set(key, e.target.value, 100) });
     const choice = fileChoice(filters.file, (value) => go("list", { run: at.run, ...filters, file: value || "all" }), true);
@@ -654,8 +663,8 @@
         n: () => turn(1), p: () => turn(-1), ArrowLeft: () => choice.move(1), ArrowRight: () => choice.move(-1) },
       content: [h("div", { class: "bar" }, choice.content, search, pick("end", "End", choices.ends), pick("tool", "Tool", choices.tools),
         pick("outcome", "Outcome", choices.outcomes), pick("source", "Source", choices.sources),
-        h("span", {}, h("span", { class: "dim" }, "Reward "), reward("min_reward", "from"), " ", reward("max_reward", "to")),
-        filters.uid ? h("span", { class: "chip" }, `group ${visible(filters.uid)}`) : null,
+        h("span", {}, h("span", { class: "dim" }, "Reward "), reward("min_reward", "from"), " ", reward("max_reward", "below")),
+        filters.uid ? h("span", { class: "chip" }, `group ${filters.uid}`) : null,
         h("button", { onclick: () => go("list", { run: at.run, file: filters.file || "all" }) }, "Clear")),
       h("div", { class: "bar" }, count, h("span", { class: "grow" }), pager),
       h("div", { class: "scroll list-space" }, h("table", { class: "list" }, h("thead", {}, heads), body))],
@@ -690,7 +699,7 @@
         t: flip, Escape: () => { location.hash = lastList || link("list", { run: at.run, file: one.file }); } },
       draw: () => { scrollTo(0, 0); if (tokenView.isOpen) fillTokens(tokens, parameters, one); },
       content: [
-        h("div", { class: "bar" }, h("a", { href: link("list", { run: at.run, file: one.file }) }, visible(one.file)),
+        h("div", { class: "bar" }, h("a", { href: link("list", { run: at.run, file: one.file }) }, one.file),
           button("← Before", "k", around.previous), button("Next →", "j", around.next),
           button("Next worse", "[", around.worse), button("Next better", "]", around.better), toggle,
           h("label", {}, "Next to ", compare)),
@@ -701,19 +710,19 @@
   }
 
   function facts(one) {
-    const rows = [["Request", visible(one.request_id)], ["Step", num(one.step)], ["Source", visible(one.source)],
+    const rows = [["Request", one.request_id], ["Step", num(one.step)], ["Source", one.source],
       ["Reward", fixed(one.reward, 4)], ["Advantage", fixed(one.advantage, 4)], ["End", one.end],
       ["Turns", num(one.turns)], ["Response", `${num(one.tokens)} tokens, ${num(one.trained)} trained`],
-      ["Duration", seconds(one.seconds)], ["Ground truth", one.ground_truth === null ? "–" : shorten(visible(asText(one.ground_truth)), 200)]];
+      ["Duration", seconds(one.seconds)], ["Ground truth", one.ground_truth === null ? "–" : shorten(asText(one.ground_truth), 200)]];
     const lines = [h("dl", { class: "facts" }, rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))];
-    if (one.error) lines.push(h("p", { class: "bad" }, `${one.error.fault}: ${visible(one.error.kind)}: ${shorten(visible(one.error.message), 2000)}`));
-    if (one.dropped) lines.push(h("p", { class: "warn" }, `Not trained: ${visible(one.dropped)}`));
+    if (one.error) lines.push(h("p", { class: "bad" }, `${one.error.fault}: ${one.error.kind}: ${shorten(one.error.message, 2000)}`));
+    if (one.dropped) lines.push(h("p", { class: "warn" }, `Not trained: ${one.dropped}`));
     return h("div", {}, lines);
   }
 
   const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 1));
 
-  const groupLine = (one, at) => h("div", { class: "bar" }, h("span", { class: "dim" }, `Group ${visible(one.uid)}`),
+  const groupLine = (one, at) => h("div", { class: "bar" }, h("span", { class: "dim" }, `Group ${one.uid}`),
     h("div", { class: "chips" }, one.group.map((sample) => chip(sample, at.run, sample.id === one.id))));
 
   function rowLine(one, at) {
@@ -734,8 +743,8 @@
     one.sequences.forEach((sequence) => sequence.turns.forEach((turn) => {
       if (turn.reward !== null) rows.push([`turn ${turn.index} (${turn.role})`, turn.reward]);
     }));
-    return [h("h2", {}, "Reward and its parts"), tableOf([["Part", ([name]) => visible(name)],
-      ["Value", ([, value]) => (typeof value === "number" ? num(value) : shorten(visible(asText(value)), 300)), true]], rows, "It was not scored.", { id: "rewards" })];
+    return [h("h2", {}, "Reward and its parts"), tableOf([["Part", ([name]) => name],
+      ["Value", ([, value]) => (typeof value === "number" ? num(value) : shorten(asText(value), 300)), true]], rows, "It was not scored.", { id: "rewards" })];
   }
 
   function conversation(one) {
@@ -771,16 +780,16 @@
     let at = sampled.length - spoken;
     return sequence.messages.map((message) => {
       const turn = message.role === "assistant" ? sampled[at++] : null;
-      const head = [h("b", {}, message.role + (message.name ? ` ${visible(message.name)}` : ""))];
+      const head = [h("b", {}, message.role + (message.name ? ` ${message.name}` : ""))];
       if (turn) {
         const versions = [...new Set(turn.weight_versions.map(([version]) => version))];
         head.push(h("span", {}, `${num(turn.end - turn.start)} tokens`), h("span", {}, seconds(turn.seconds)),
           h("span", {}, `weights ${versions.join(", ") || "unknown"}`), h("span", {}, `finish ${turn.finish_reason}`));
-        if (turn.excluded) head.push(h("span", { class: "warn" }, `not trained: ${visible(turn.excluded)}`));
+        if (turn.excluded) head.push(h("span", { class: "warn" }, `not trained: ${turn.excluded}`));
         if (turn.cut) head.push(h("span", { class: "warn" }, `cut by the budget of: ${turn.cut}`));
         if (turn.reward !== null) head.push(h("span", {}, `reward ${num(turn.reward)}`));
       }
-      const calls = turn ? turn.calls.map(callBlock) : (message.tool_calls || []).map((call) => h("pre", { class: "call" }, visible(asText(call))));
+      const calls = turn ? turn.calls.map(callBlock) : (message.tool_calls || []).map((call) => h("pre", { class: "call" }, asText(call)));
       return h("div", { class: `message ${["assistant", "tool", "user"].includes(message.role) ? message.role : ""}` },
         h("div", { class: "head" }, head), contentOf(message.content, file), calls);
     });
@@ -795,11 +804,11 @@
 
   /** Show the thumbnail of an image or video, its tokens, size and file. */
   function pictureOf(picture, file) {
-    const { width, height, frames, path, source } = picture, kind = shorten(visible(picture.kind), 40);
+    const { width, height, frames, path, source } = picture, kind = shorten(picture.kind, 40);
     const title = picture.num_tokens ? `[${kind}: ${num(picture.num_tokens)} tokens]` : `[${kind}]`;
     const about = [typeof width === "number" ? `${num(width)} x ${num(height)}` : null, frames ? `${num(frames)} frames` : null,
       path, source ? `read from ${source}` : null, picture.has_files ? null : picture.text || "the file is missing"];
-    const note = h("figcaption", {}, title, h("span", { class: "dim" }, shorten(visible(about.filter(Boolean).join(", ")), 400)));
+    const note = h("figcaption", {}, title, h("span", { class: "dim" }, shorten(about.filter(Boolean).join(", "), 400)));
     if (!picture.has_files) return h("figure", { class: "picture" }, note);
     const scale = Math.min(1, MAX_THUMBNAIL / Math.max(width, height));
     const small = h("img", { src: pictureAddress(file, picture.thumbnail), alt: `${kind} ${path}`, loading: "lazy",
@@ -812,7 +821,7 @@
     : `picture?${queryOf({ run: runNumber(), file, name })}`);
 
   function callBlock(call) {
-    return h("div", { class: "call" }, h("div", {}, h("b", {}, visible(call.name)), " ",
+    return h("div", { class: "call" }, h("div", {}, h("b", {}, call.name), " ",
       h("span", { class: outcomeClass(call.outcome) }, call.outcome), h("span", { class: "dim" },
         `  ${seconds(call.queue_seconds)} in the queue, ${seconds(call.seconds)} at work${call.num_attempts === 1 ? "" : `, ${call.num_attempts} attempts`}${call.is_cached ? ", from the cache" : ""}, result ${num(call.num_tokens)} token${call.num_tokens === 1 ? "" : "s"}${call.num_cut_tokens ? ` (${num(call.num_cut_tokens)} cut)` : ""}`)),
     textBlock(asText(call.arguments)), call.message ? h("div", { class: "bad" }, textBlock(call.message)) : null);
@@ -825,7 +834,7 @@
     ratio: ["Ratio", "one"], entropies: ["Entropy", "high"], advantages: ["Advantage", "sign"],
     token_level_rewards: ["Reward", "sign"], token_level_scores: ["Score", "sign"], ref_log_prob: ["Log-prob. of the reference", "low"],
     values: ["Value", "sign"], returns: ["Return", "sign"], response_mask: ["Trained", null], rollout_is_weights: ["Weight of the correction", "one"],
-    version: ["Weights", null], id: ["Id", null],
+    version: ["Weights", "range"], id: ["Id", null],
   };
 
   async function fillTokens(section, parameters, one, sequence = one.sequences.length - 1, start = 0) {
@@ -837,10 +846,10 @@
     const flow = h("div", { class: "tokens", tabindex: "0", "aria-label": "Tokens" });
     const spans = columns.id.map((id, i) => {
       const media = tokens.media.find((span) => span.start <= start + i && start + i < span.end);
-      const text = columns.text ? shorten(visible(columns.text[i]), MAX_TOKEN) : `${id} `;
+      const text = columns.text ? shorten(columns.text[i], MAX_TOKEN) : `${id} `;
       const isFirst = media && (i === 0 || media.start === start + i);
       return h("span", { class: `token${columns.mask[i] ? "" : " observed"}`, "data-at": i, hidden: media && !isFirst },
-        isFirst ? `[${visible(media.kind)}: ${num(media.end - media.start)} tokens]` : text);
+        isFirst ? `[${media.kind}: ${num(media.end - media.start)} tokens]` : text);
     });
     const paint = () => spans.forEach((span, i) => { span.style.background = colorOf(columns, tokenView.color, i); });
     const turnAt = new Map(tokens.turns.map((turn, i) => [turn.start - start, [turn, i]]));
@@ -850,7 +859,7 @@
     });
     let chosen = -1;
     const explain = (i) => detail.replaceChildren(h("span", {}, h("b", {}, "Index"), num(start + i)),
-      ...(columns.text ? [h("span", {}, h("b", {}, "Text"), shorten(visible(JSON.stringify(columns.text[i])), 60))] : []),
+      ...(columns.text ? [h("span", {}, h("b", {}, "Text"), shorten(JSON.stringify(columns.text[i]), 60))] : []),
       ...known.map((name) => h("span", {}, h("b", {}, MEASURES[name][0]), num(columns[name][i]))));
     const choose = (i) => {
       if (i < 0 || i >= spans.length) return;
@@ -866,10 +875,10 @@
     });
     const again = (seq, at) => fillTokens(section, parameters, one, seq, at);
     const color = h("select", { id: "color", onchange: (e) => { tokenView.color = e.target.value; paint(); } },
-      known.filter((name) => name !== "id" && name !== "version").map((name) => h("option", { value: name, selected: name === tokenView.color }, MEASURES[name][0])));
+      known.filter((name) => name !== "id").map((name) => h("option", { value: name, selected: name === tokenView.color }, MEASURES[name][0])));
     paint();
     const notes = [columns.text ? null : "The tokenizer of the run's model is not on this machine: tokens are shown as ids.",
-      tokens.note ? `Values of training are missing: ${visible(tokens.note)}.` : null];
+      tokens.note ? `Values of training are missing: ${tokens.note}.` : null];
     const end = Math.min(start + PAGE_TOKENS, tokens.num);
     section.replaceChildren(h("h2", {}, "Response tokens"), h("div", { class: "bar" }, h("label", {}, "Color ", color),
       one.sequences.length > 1 ? h("label", {}, "Sequence ", h("select", { onchange: (e) => again(Number(e.target.value), 0) },
@@ -889,6 +898,10 @@
     switch (MEASURES[name][1]) {
       case "low": return tint("neg", -value / 4);
       case "high": return tint("neg", value / 3);
+      case "range": {
+        const all = columns[name].filter((one) => typeof one === "number"), low = Math.min(...all);
+        return tint("pos", (value - low + 1) / (Math.max(...all) - low + 1));
+      }
       case "one": return value >= 1 ? tint("pos", Math.log(Math.max(value, 1)) * 2) : tint("neg", -Math.log(Math.max(value, 1e-9)) * 2);
       default: return tint(value >= 0 ? "pos" : "neg", Math.abs(value));
     }

@@ -51,6 +51,18 @@ def test_values_are_those_of_the_tokens_without_padding(tmp_path: Path):
     assert "returns" not in table
 
 
+def test_few_sequences_are_read_with_their_row_groups_only(tmp_path: Path):
+    tables = [tabulate_tokens(make_batch(), step) for step in range(20)]
+    for number, table in enumerate(tables):
+        names = [f"{number}-{row}" for row in range(2)]
+        tables[number] = table.set_column(1, "request_id", [names])
+    save_tokens(tmp_path / "a.parquet", tables)
+    with pq.ParquetFile(tmp_path / "a.parquet") as file:
+        assert file.num_row_groups == 3
+    found = read_tokens(tmp_path / "a.parquet", columns=["step"], request_ids=["19-1", "2-0", "x"])
+    assert found.to_pydict() == {"step": [2, 19]}
+
+
 def test_a_rank_without_rows_adds_none(tmp_path: Path):
     batch = make_batch()
     save_tokens(tmp_path / "a.parquet", [tabulate_tokens(part, 1) for part in (batch[:0], batch)])
