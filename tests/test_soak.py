@@ -67,7 +67,7 @@ def test_five_thousand_requests_take_as_long_as_their_time_outs(
     _, found, _ = soaked(tokenizer, work.Sizes(), tmp_path, caplog)
     assert len(found.finished) == 5000
     assert found.after == found.before
-    assert found.ratio <= import_module("soak").RATIO_BOUND
+    assert found.ratio <= 1.5, "benchmarks/soak.py measures on an idle machine, with less slack"
     before, peak, _ = found.memory_bytes
     assert peak - before < 256 << 20, "all finished requests are held meanwhile"
 
