@@ -193,7 +193,8 @@ class World:
         except Exception as error:  # noqa: BLE001 - raised again below, on all ranks
             failure = error
         if not self.is_alone:
-            self.status.enter(f"the wait after {self.status.stage}")
+            wait = "the wait after "
+            self.status.enter(wait + self.status.stage.removeprefix(wait))
         texts = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
         for rank, text in enumerate(texts):
             if failure is None and text is not None:
