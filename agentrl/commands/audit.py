@@ -49,6 +49,7 @@ from agentrl.trainer.rollouts.token_files import TOKEN_COLUMNS, read_tokens, tok
 from agentrl.trainer.sampling import StepSamples, read_baselines
 from agentrl.trainer.setup.plugins import Plugins, import_plugins
 from agentrl.trainer.setup.rollout_setup import probe_model
+from agentrl.trainer.state.resume import read_start_date
 from agentrl.workers.checkpoint import open_checkpoint
 
 TOLERANCE = 1e-5
@@ -76,6 +77,20 @@ class Check:
             yield
         except AgentRLError as error:
             self.differences.append(error)
+
+
+WHAT = {
+    "digests": "files of rollouts and tokens, and their chain",
+    "lines": "trajectories: tokens, masks, turns, states; each once, all samples",
+    "rewards": "combined rewards, and token rewards by their placement",
+    "advantages": "masks, log-probabilities, advantages, returns of tokens",
+    "versions": "turns: the weights that sampled their tokens",
+    "weights": "checkpoints: their weights with the digest of their step",
+    "template": "trajectories: tokens against the template's rendering",
+    "order": "prompts: rows of the data in the order of the seed",
+    "metrics": "metrics that follow from the rows",
+}
+"""What each check compares, by its name."""
 
 
 @dataclass(frozen=True)
@@ -191,15 +206,8 @@ def run_checks(
     progress: Progress = NO_PROGRESS,
 ) -> list[Check]:
     """Run every check on every step, and compare the log-probabilities of chosen turns."""
-    digests = Check("digests", "files of rollouts and tokens, and their chain")
-    lines = Check("lines", "trajectories: tokens, masks, turns, states; each once, all samples")
-    rewards = Check("rewards", "combined rewards, and token rewards by their placement")
-    advantages = Check("advantages", "masks, log-probabilities, advantages, returns of tokens")
-    versions = Check("versions", "turns: the weights that sampled their tokens")
-    weights = Check("weights", "checkpoints: their weights with the digest of their step")
-    template = Check("template", "trajectories: tokens against the template's rendering")
-    order = Check("order", "prompts: rows of the data in the order of the seed")
-    metrics = Check("metrics", "metrics that follow from the rows")
+    checks = [Check(name, what) for name, what in WHAT.items()]
+    digests, lines, rewards, advantages, versions, weights, template, order, metrics = checks
     recorded = dict[int, str]()
     with digests.collecting():
         recorded |= _check_digests(digests, folder)
@@ -230,7 +238,6 @@ def run_checks(
                 with advantages.collecting():
                     _check_batch(advantages, rewards, metrics, step, config)
             advance()
-    checks = [digests, lines, rewards, advantages, versions, weights, template, order, metrics]
     if choice is not None and choice.num:
         checks.append(_resample(config, choice, recorded))
     return checks
@@ -375,7 +382,7 @@ def _load_template(config: RunConfig, check: Check) -> ChatTemplate | None:
         return None
     try:
         plugins = Plugins([], {}, make_reward_manager(RewardConfig()))
-        return probe_model(config, plugins).template
+        return probe_model(config, plugins, now=read_start_date(config)).template
     except (AgentRLError, OSError, ValueError) as error:
         check.not_done = f"not done: no template of {config.model.path}: {error}".splitlines()[0]
         return None

@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,23 @@ def test_a_difference_names_request_file_and_both_values(
 def test_changed_tokens_are_found(run: Path, name: str, check: str) -> None:
     rewrite_tokens(run, name)
     assert check in found(run)
+
+
+def test_templates_that_write_the_date_have_that_of_the_run(
+    tiny_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = json.loads((tiny_home / "policy/tokenizer_config.json").read_text()).get("chat_template")
+    own = own or (tiny_home / "policy/chat_template.jinja").read_text()
+    dated = "{{ strftime_now('%Y') }}" + own
+    run = train(tiny_home, tmp_path / "run", model__custom_chat_template=dated)
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> "Later":
+            return cls(2099, 1, 1)
+
+    monkeypatch.setattr("agentrl.rollout.templates.template.datetime", Later)
+    assert "template" not in found(run)
 
 
 def test_the_given_folder_of_a_copied_run_is_audited(

@@ -135,14 +135,20 @@ def start_date(config: RunConfig, world: World) -> datetime:
             checkpoint_folder(config)
         )
         if is_resumed and path.is_file():
-            try:
-                return datetime.fromisoformat(path.read_bytes().decode().strip())
-            except ValueError:
-                return now
+            return read_start_date(config) or now
         write_whole(path, f"{now.isoformat()}\n".encode())
         return now
 
     return on_main(world, find_or_write)
+
+
+def read_start_date(config: RunConfig) -> datetime | None:
+    """Return the start date that a run saved, which its templates write; None if it has none."""
+    path = saved_folder(config) / START_FILE
+    try:
+        return datetime.fromisoformat(path.read_bytes().decode().strip())
+    except (OSError, ValueError):
+        return None
 
 
 # Outputs of an earlier run.
