@@ -71,10 +71,10 @@ class AlternatingTrainer(Trainer):
             self.others.append(seconds)
         return metrics
 
-    def measure(self, samples: Any, batch: DataProto) -> dict[str, float]:
+    def measure(self, samples: Any, batch: DataProto, update: Any) -> dict[str, float]:
         """Count the trained tokens too."""
         self.num_trained = int(tensors_of(batch)["response_mask"].sum())
-        return super().measure(samples, batch)
+        return super().measure(samples, batch, update)
 
     def _timed(self, method: Any, files: Any) -> Any:
         def run(*arguments: Any) -> None:
@@ -165,7 +165,7 @@ def measure_made_up(folder: Path, num_requests: int) -> None:
 
 def main() -> None:
     """Measure both cases."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="What saving rollouts costs.")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--requests", type=int, default=512, help="of the made-up case")
     parser.add_argument("--folder", type=Path, help="of the run; default: a temporary one")
