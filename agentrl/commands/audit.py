@@ -50,6 +50,7 @@ from agentrl.trainer.sampling import StepSamples, read_baselines
 from agentrl.trainer.setup.plugins import Plugins, import_plugins
 from agentrl.trainer.setup.rollout_setup import probe_model
 from agentrl.trainer.state.resume import read_start_date
+from agentrl.trainer.state.run_folder import RESOLVED, STARTS, find_last_start
 from agentrl.workers.checkpoint import open_checkpoint
 
 TOLERANCE = 1e-5
@@ -166,14 +167,14 @@ def read_start(run: Path) -> RunConfig:
     Raises:
         DataError: If there is no record of a start.
     """
-    starts = sorted((run / "starts").glob("[0-9]*"))
-    if not starts:
+    start = find_last_start(run)
+    if start is None:
         raise DataError(
             "no record of a start of a run",
-            file=run / "starts",
+            file=run / STARTS,
             expected="the folder of a run (trainer.default_local_dir)",
         )
-    content = yaml.safe_load((starts[-1] / "resolved.yaml").read_text(encoding="utf-8"))
+    content = yaml.safe_load((start / RESOLVED).read_text(encoding="utf-8"))
     recorded = Path(content["trainer"]["default_local_dir"])
     if recorded.resolve() != run.resolve():
         content = _move_paths(content, recorded, run.resolve())

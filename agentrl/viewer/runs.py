@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from agentrl.errors import ConfigError
 from agentrl.trainer.metrics.sinks import METRICS_FILE
-from agentrl.trainer.state.run_folder import LOCK_FILE, Owner
+from agentrl.trainer.state.run_folder import LOCK_FILE, RESOLVED, STARTS, Owner, find_last_start
 from agentrl.viewer.index import Entry, FileIndex, index_file, signature_of
 
 _FILE = re.compile(r"(step|val|val_.+)_(\d{6,})\.jsonl")
@@ -52,7 +52,7 @@ class RunReader:
 
     def check(self) -> None:
         """Raise a `ConfigError` if the folder is not that of a run and has no rollouts."""
-        signs = (METRICS_FILE, "starts", LOCK_FILE)
+        signs = (METRICS_FILE, STARTS, LOCK_FILE)
         if not self.folder.is_dir():
             raise ConfigError(f"no folder {self.folder}", expected="the folder of a run")
         if not any((self.folder / sign).exists() for sign in signs) and not self.find_files():
@@ -75,11 +75,11 @@ class RunReader:
     @property
     def config(self) -> dict[str, Any]:
         """The resolved configuration of the last start; empty if there is none."""
-        newest = max(self.folder.glob("starts/[0-9]*/resolved.yaml"), default=None)
+        newest = find_last_start(self.folder)
         if newest is not None and newest != self._config[0]:
             with suppress(OSError, yaml.YAMLError):
                 loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-                config = yaml.load(newest.read_bytes(), loader)
+                config = yaml.load((newest / RESOLVED).read_bytes(), loader)
                 if isinstance(config, dict):
                     self._config = newest, config
         return self._config[1]

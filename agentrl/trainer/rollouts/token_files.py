@@ -119,8 +119,9 @@ def save_tokens(path: Path, tables: Sequence[pa.Table]) -> None:
     with atomic_file(path) as draft:
         table = pa.concat_tables(tables)
         # Of small row groups, dictionaries of distinct floats would make the file larger.
-        options = {"compression": "zstd", "use_dictionary": False}
-        pq.write_table(table, draft, row_group_size=_GROUP_ROWS, **options)
+        pq.write_table(
+            table, draft, compression="zstd", use_dictionary=False, row_group_size=_GROUP_ROWS
+        )
 
 
 def read_tokens(

@@ -22,7 +22,7 @@ from agentrl.data.prepare.gsm8k import DATA_SOURCE as GSM8K
 from agentrl.errors import DataError
 from agentrl.trainer.metrics.sinks import METRICS_FILE, REWARD_KEYS, read_metrics
 from agentrl.trainer.setup.huggingface import is_hub_name
-from agentrl.trainer.state.run_folder import RESOLVED, STARTS
+from agentrl.trainer.state.run_folder import RESOLVED, STARTS, find_last_start
 from agentrl.workers.export import ABOUT
 from agentrl.workers.lora import ADAPTER_CONFIG
 
@@ -67,8 +67,8 @@ class Training(NamedTuple):
         Raises:
             DataError: If the folder has no record of a start.
         """
-        starts = sorted((run / STARTS).glob("[0-9]*"))
-        if not starts:
+        start = find_last_start(run)
+        if start is None:
             raise DataError(
                 "no record of a start of a run",
                 file=run / STARTS,
@@ -85,8 +85,8 @@ class Training(NamedTuple):
                 if name.startswith("val/") and name.endswith("/success"):
                     validations.setdefault(name[4:-8], []).append((step, value))
         return cls(
-            OmegaConf.create(yaml.safe_load((starts[-1] / RESOLVED).read_text("utf-8"))),
-            json.loads((starts[-1] / "run.json").read_text("utf-8")),
+            OmegaConf.create(yaml.safe_load((start / RESOLVED).read_text("utf-8"))),
+            json.loads((start / "run.json").read_text("utf-8")),
             json.loads(about.read_text("utf-8")) if about.is_file() else {},
             rewards,
             validations,

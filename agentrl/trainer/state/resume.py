@@ -147,7 +147,7 @@ def read_start_date(config: RunConfig) -> datetime | None:
     path = saved_folder(config) / START_FILE
     try:
         return datetime.fromisoformat(path.read_bytes().decode().strip())
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return None
 
 

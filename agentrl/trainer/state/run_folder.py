@@ -210,6 +210,11 @@ RESOLVED = "resolved.yaml"
 _GIT_TIMEOUT_S = 5
 
 
+def find_last_start(folder: Path) -> Path | None:
+    """Return the folder with the record of a run's last start; None if there is none."""
+    return max((folder / STARTS).glob("[0-9]*"), default=None)
+
+
 def write_start(folder: Path, config: RunConfig, *, num_ranks: int) -> str:
     """Record configuration, command, packages and hardware of a start; only the main rank calls it.
 
