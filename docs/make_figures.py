@@ -366,7 +366,7 @@ def record(run: Path) -> None:
     from agentrl.trainer.rollouts.transcript import decode_pieces
 
     tokenizer = AutoTokenizer.from_pretrained(run / "trained")
-    file = sorted((run / "rollouts").glob("step_*.jsonl"))[0]
+    file = sorted((run / "rollouts").glob("step_*.jsonl.zst"))[0]
     good = [r for r in read_rollouts(file) if r.reward and r.num_tool_calls == 1]
     chosen = min(good, key=lambda r: len(r.input_ids))
     pieces = decode_pieces(chosen.input_ids, tokenizer.decode)

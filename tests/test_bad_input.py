@@ -398,7 +398,7 @@ def test_bad_tool_costs_its_call_and_the_run_goes_on(
     line = read_lines(tmp_path / "run/metrics.jsonl")[0]
     assert line[f"rollout/tool_calls/{outcome}"] == 1.0
     assert line["rollout/failed_frac"] == 0.0
-    request = read_lines(tmp_path / "rollouts/step_000001.jsonl")[0]["request"]
+    request = read_lines(tmp_path / "rollouts/step_000001.jsonl.zst")[0]["request"]
     observed = next(message for message in request["messages"] if message["role"] == "tool")
     assert shown in json.dumps(observed["content"])
     assert len(observed["content"]) < 1000

@@ -157,7 +157,7 @@ def test_a_run_of_verls_trains_a_step(capsys: Capture, verl_run: list[Any], tmp_
     [step] = [line for line in read_lines(tmp_path / "run/metrics.jsonl") if line["step"] == 1]
     assert step["actor/grad_norm"] > 0
     assert "actor/kl_loss" in step
-    assert len(read_lines(tmp_path / "run/rollouts/step_000001.jsonl")) == 8
+    assert len(read_lines(tmp_path / "run/rollouts/step_000001.jsonl.zst")) == 8
 
 
 def test_the_classes_that_replace_verls_are_named(capsys: Capture, verl_run: list[Any]):

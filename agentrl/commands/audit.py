@@ -45,6 +45,7 @@ from agentrl.trainer.metrics.sinks import METRICS_FILE, read_metrics
 from agentrl.trainer.metrics.step import batch_metrics
 from agentrl.trainer.rollouts.digests import DIGESTS_FILE, digest_file, read_digests
 from agentrl.trainer.rollouts.files import SavedTrajectory, read_trajectories
+from agentrl.trainer.rollouts.line_files import find_rollout_files
 from agentrl.trainer.rollouts.token_files import TOKEN_COLUMNS, read_tokens, token_path
 from agentrl.trainer.sampling import StepSamples, read_baselines
 from agentrl.trainer.setup.plugins import Plugins, import_plugins
@@ -136,11 +137,11 @@ def audit(run: Path, console: Console, *, num_resampled: int = 0, seed: int = 0)
             file=run,
             expected="a run with trainer.rollout_data_dir",
         )
-    if not list(folder.glob("step_*.jsonl")):
+    if not find_rollout_files(folder, "step"):
         raise DataError(
             "no training rollouts are in the folder in which the run saved them",
             file=folder,
-            expected="the files step_*.jsonl of trainer.rollout_data_dir",
+            expected="the files step_*.jsonl.zst of trainer.rollout_data_dir",
         )
     if run.resolve() not in folder.resolve().parents:
         console.print(f"rollouts: {folder}", markup=False, highlight=False, soft_wrap=True)
@@ -218,7 +219,7 @@ def run_checks(
     _check_weights(weights, recorded, config, run)
     renderer, rows = _load_template(config, template), list[tuple[int, int]]()
     places = _find_places(config, run, logged, order)
-    files = sorted(folder.glob("step_*.jsonl"))
+    files = [one.path for one in find_rollout_files(folder, "step")]
     with lines.collecting():
         _check_steps(files, logged)
     with progress.bar("audit", len(files)) as advance:
@@ -277,7 +278,7 @@ def _check_digests(check: Check, folder: Path) -> dict[int, str]:
             raise DataError("the file was changed", file=path, saved=one.digest, found=found)
     names = {one.file for one in known}
     last = max((one.step for one in known), default=0)
-    for path in sorted([*folder.glob("*.jsonl"), *folder.glob("*.parquet")]):
+    for path in sorted([*folder.glob("*.jsonl*"), *folder.glob("*.parquet")]):
         if path.name not in names and path.name != DIGESTS_FILE:
             # A run that was killed between both writes repeats the step when it resumes.
             if int(path.stem.split(".")[0].rpartition("_")[2]) > last:
@@ -323,7 +324,7 @@ def _check_steps(files: Sequence[Path], logged: Mapping[int, Mapping[str, float]
 
 
 def _step_of(file: Path) -> int:
-    return int(file.stem.removeprefix("step_"))
+    return int(file.name.split(".")[0].removeprefix("step_"))
 
 
 def _read_step(file: Path, logged: Mapping[int, Mapping[str, float]]) -> Step:

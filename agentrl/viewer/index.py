@@ -6,8 +6,9 @@ when they are complete, so a file that has not changed is never read again.
 
 import hashlib
 import json
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,11 +17,14 @@ from typing import Any
 import numpy as np
 
 from agentrl.errors import DataError
+from agentrl.trainer.rollouts.line_files import FrameStart, LineReader, read_range
 from agentrl.trainer.rollouts.pictures import is_picture_name
 from agentrl.trainer.rollouts.token_files import read_tokens, token_path
 
-_TOKENS = b', "loss_mask": ['
-"""The last keys of a line are lists of tokens. The index does not need them."""
+_TOKENS = (b',"loss_mask":[', b', "loss_mask": [')
+"""The last keys of a line are lists of tokens, which the index does not need. Lines of older
+versions have spaces."""
+_PROMPT = re.compile(rb'"prompt_ids": ?\[([^\]]*)\]')
 _MAX_TEXT = 1 << 16
 """Longer conversations are searched in their file."""
 _EXCERPT = 160
@@ -37,7 +41,7 @@ class Entry:
     id: str
     """Name of the file and number of the line: `rollouts/step_000010:3`."""
     offset: int
-    """First byte of the line in its file."""
+    """First byte of the line in the text of its file."""
     num_bytes: int
     step: int
     request_id: str
@@ -98,15 +102,15 @@ class FileIndex:
     """Numbers of lines that cannot be read."""
     pictures: set[str] = field(default_factory=set[str])
     """Files of images and videos that the lines name, relative to the folder of `path`."""
+    frames: Sequence[FrameStart] = ()
+    """Parts of a compressed file."""
     text_bytes: int = 0
     """Memory of the texts that are kept."""
     _advantages: dict[str, float] | None = None
 
     def read(self, entry: Entry) -> dict[str, Any]:
         """Read the whole line of a trajectory."""
-        with self.path.open("rb") as file:
-            file.seek(entry.offset)
-            return json.loads(file.read(entry.num_bytes))
+        return json.loads(read_range(self.path, entry.offset, entry.num_bytes, self.frames))
 
     def contains(self, entry: Entry, text: str) -> bool:
         """Return whether a conversation has `text`, which is in lower case."""
@@ -159,7 +163,8 @@ def index_file(path: Path, label: str, max_text_bytes: int = 1 << 29) -> FileInd
     """
     index = FileIndex(path, signature_of(path))
     offset = 0
-    with path.open("rb") as file:
+    with LineReader(path) as file:
+        index.frames = file.frames
         for number, line in enumerate(file):
             try:
                 saved = _read_head(line)
@@ -197,13 +202,18 @@ def _read_head(line: bytes) -> dict[str, Any]:
     """
     if not line.endswith(b"}}\n"):
         raise ValueError("the end of the line is missing")
-    head = line[: line.rfind(_TOKENS)] + b"}}"
+    head = line[: _find_tokens(line)] + b"}}"
     try:
         saved = json.loads(head)
     except ValueError:
         return json.loads(line)
     request = saved["request"]
     return json.loads(line) if request["branches"] or request["multi_modal_data"] else saved
+
+
+def _find_tokens(line: bytes) -> int:
+    """Return where the lists of tokens begin; -1 if there are none."""
+    return max(map(line.rfind, _TOKENS))
 
 
 def picture_names(request: Mapping[str, Any]) -> Iterator[str]:
@@ -224,9 +234,9 @@ def _hash_prompt(request: Mapping[str, Any], line: bytes) -> str:
         files = [media[run["kind"]][run["index"]] for run in shown if run["index"] is not None]
         prompt = json.dumps(ids).strip("[]").encode() + json.dumps(files or "").strip('"').encode()
     else:
-        tail = line[line.rfind(_TOKENS) :]
-        prompt = tail.partition(b'"prompt_ids": [')[2].partition(b"]")[0]
-    return hashlib.sha1(prompt, usedforsecurity=False).hexdigest()
+        match = _PROMPT.search(line, _find_tokens(line))
+        prompt = match[1] if match else b""
+    return hashlib.sha1(prompt.replace(b" ", b""), usedforsecurity=False).hexdigest()
 
 
 def _make_entry(saved: Mapping[str, Any], line: bytes, entry_id: str, offset: int) -> Entry:

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 
 from agentrl.errors import ConfigError
 from agentrl.trainer.metrics.sinks import METRICS_FILE
+from agentrl.trainer.rollouts.line_files import find_rollout_files
 from agentrl.trainer.state.run_folder import LOCK_FILE, RESOLVED, STARTS, Owner, find_last_start
 from agentrl.viewer.index import Entry, FileIndex, index_file, signature_of
 
-_FILE = re.compile(r"(step|val|val_.+)_(\d{6,})\.jsonl")
 _FOLDER_KEY = "trainer.default_local_dir"
 _FOLDERS = ("rollouts", "val_rollouts", "validation", "skipped")
 """Subfolders of a run in which rollouts are also looked for: the run may have been moved."""
@@ -111,9 +111,8 @@ class RunReader:
         """
         found: dict[str, tuple[int, Path]] = {}
         for folder in self._find_folders():
-            for path in sorted(folder.glob("*.jsonl")):
-                if match := _FILE.fullmatch(path.name):
-                    found.setdefault(f"{folder.name}/{path.stem}", (-int(match[2]), path))
+            for file in find_rollout_files(folder):
+                found.setdefault(f"{folder.name}/{file.label}", (-file.step, file.path))
         ranked = sorted(found.items(), key=lambda item: item[1][0])
         return {label: path for label, (_, path) in ranked}
 

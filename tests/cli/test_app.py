@@ -558,7 +558,7 @@ def test_user_trains_with_own_tool_interaction_and_scorer(tiny_home: Path, tmp_p
     process = spawn_agentrl("train", "run.yaml", cwd=tmp_path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
-    request = read_lines(tmp_path / "runs/mine/rollouts/step_000001.jsonl")[0]["request"]
+    request = read_lines(tmp_path / "runs/mine/rollouts/step_000001.jsonl.zst")[0]["request"]
     roles = [message["role"] for message in request["messages"]]
     assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]
     assert request["messages"][2]["content"] == "42"

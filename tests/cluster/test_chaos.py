@@ -115,7 +115,7 @@ class Run:
     def samples(self) -> Counter[tuple[int, str, int]]:
         """How often each sample was trained: (step, row, sample)."""
         found: Counter[tuple[int, str, int]] = Counter()
-        for path in sorted((self.folder / "rollouts").glob("step_*.jsonl")):
+        for path in sorted((self.folder / "rollouts").glob("step_*.jsonl.zst")):
             for line in read_lines(path):
                 request = line["request"]
                 row = str(request["batch_data_id"])

@@ -207,7 +207,7 @@ def test_ranks_and_workers_on_three_nodes_train_on_the_batches_of_torchrun(
         outputs = [rank.wait() for rank in ranks]
     assert [rank.code for rank in outputs] == [0, 0], outputs
     for step in (1, 2):
-        name = f"step_{step:06d}.jsonl"
+        name = f"step_{step:06d}.jsonl.zst"
         one, two = (
             [without_clocks(line) for line in read_lines(tmp_path / folder / name)]
             for folder in ("rollouts", "other_rollouts")

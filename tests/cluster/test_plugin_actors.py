@@ -112,8 +112,8 @@ def test_tools_and_scorers_run_where_their_resources_are(tiny_home: Path, tmp_pa
     assert not (tmp_path / "armed").exists()
     lines = read_lines(tmp_path / "run/metrics.jsonl")
     assert [line["step"] for line in lines if line["step"]] == [1, 2]
-    rewards = [line["request"]["tool_rewards"] for step in (1, 2)
-               for line in read_lines(tmp_path / f"rollouts/step_{step:06d}.jsonl")]  # fmt: skip
+    files = [tmp_path / f"rollouts/step_{step:06d}.jsonl.zst" for step in (1, 2)]
+    rewards = [line["request"]["tool_rewards"] for file in files for line in read_lines(file)]
     assert {"index": 0.25} in rewards
     assert refused.returncode != 0
     assert "tool index asks for 1 x (1 tape), and 0 of 3 nodes have it" in refused.stderr

@@ -47,7 +47,7 @@ def test_ranks_on_two_nodes_train_with_servers_on_the_third(tiny_home: Path, tmp
     lines = read_lines(tmp_path / "run/metrics.jsonl")
     assert [line["step"] for line in lines if line["step"]] == [1, 2]
     for step in (1, 2):
-        rollouts = read_lines(tmp_path / f"rollouts/step_{step:06d}.jsonl")
+        rollouts = read_lines(tmp_path / f"rollouts/step_{step:06d}.jsonl.zst")
         assert len(rollouts) == 8
         versions = {
             span[0] if isinstance(span, list) else span["version"]

@@ -44,7 +44,10 @@ Line = dict[str, Any]
 
 def train(home: Path, folder: Path, *, is_scripted: bool = True, **changes: Any) -> Path:
     """Train a tiny run that saves its rollouts, and return its folder."""
-    changes = {"trainer__rollout_data_dir": str(folder / "rollouts")} | changes
+    changes = {
+        "trainer__rollout_data_dir": str(folder / "rollouts"),
+        "trainer__compress_rollouts": False,
+    } | changes
     config = parse_config(tiny_run(home, folder, **changes))
     parts = start_components(config)
     if is_scripted:

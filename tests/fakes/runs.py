@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from agentrl.cli import main
+from agentrl.trainer.rollouts.line_files import LineReader
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared/data"
@@ -148,4 +149,6 @@ def spawn_agentrl(
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    """Read a file of JSON lines, also a compressed one."""
+    with LineReader(file) as lines:
+        return [json.loads(line) for line in lines]

@@ -148,12 +148,14 @@ def test_step_that_is_not_finite_changes_nothing_and_leaves_its_rows_in_a_file(
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     lines = read_lines(tmp_path / "run/metrics.jsonl")
     assert [line.get("actor/skipped_steps") for line in lines] == [None, 0, 2, 0]
-    file = tmp_path / "run/skipped/step_000002.jsonl"
+    file = tmp_path / "run/skipped/step_000002.jsonl.zst"
     assert f"not finite in 2 rows: gradient; the rows to blame: {file}" in output.out
     saved = list(read_trajectories(file))
     notes = [(one.skipped.mini_batch, dict(one.skipped.not_finite)) for one in saved if one.skipped]
     assert notes == [(0, {"gradient": []})] * 2 + [(1, {"loss": []})] * 2
-    of_step = [one.request.request_id for one in read_trajectories(rollouts / "step_000002.jsonl")]
+    of_step = [
+        one.request.request_id for one in read_trajectories(rollouts / "step_000002.jsonl.zst")
+    ]
     assert sorted(one.request.request_id for one in saved) == sorted(of_step)
     assert all(one.request.num_response_tokens for one in saved)
 

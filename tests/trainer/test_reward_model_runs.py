@@ -45,7 +45,7 @@ def fit(file: Path) -> list[dict[str, Any]]:
 
 def saved(folder: Path, step: int = 1) -> list[dict[str, Any]]:
     """Return the requests that a step saved."""
-    lines = read_lines(folder / f"rollouts/step_{step:06d}.jsonl")
+    lines = read_lines(folder / f"rollouts/step_{step:06d}.jsonl.zst")
     return [line["request"] for line in lines]
 
 

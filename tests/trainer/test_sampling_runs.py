@@ -85,7 +85,7 @@ def test_resume_is_exact_a_step_of_several_batches_goes_on_as_if_never_stopped(
 
 def test_what_is_not_trained_is_saved_with_its_reason(train: Train, tmp_path: Path):
     train(tmp_path / "run", **FILTER)
-    saved = list(read_trajectories(tmp_path / "run/rollouts/step_000001.jsonl"))
+    saved = list(read_trajectories(tmp_path / "run/rollouts/step_000001.jsonl.zst"))
     [line, *_] = metrics(tmp_path / "run")
     assert len(saved) == line["rollout/num_requests"]
     assert len({one.request.seed for one in saved}) == len(saved), "every sample draws its own"
@@ -112,7 +112,9 @@ def test_remax_rolls_out_a_greedy_answer_for_each_prompt(train: Train, tmp_path:
         tmp_path / "run", kinds=5, algorithm__adv_estimator="remax",
         trainer__total_training_steps=1,
     )  # fmt: skip
-    saved = [one.request for one in read_trajectories(tmp_path / "run/rollouts/step_000001.jsonl")]
+    saved = [
+        one.request for one in read_trajectories(tmp_path / "run/rollouts/step_000001.jsonl.zst")
+    ]
     greedy = {one.batch_data_id: one for one in saved if one.uid.startswith("greedy-")}
     samples = [one for one in saved if one.uid.startswith("train-")]
     assert sorted(greedy) == [0, 1, 2, 3]

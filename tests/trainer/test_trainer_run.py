@@ -104,7 +104,7 @@ def test_run_leaves_figures_rollouts_checkpoint_policy_curve_and_summary(
     assert lines[1]["rollout/tool/calculator/num_calls"] == 8.0
     assert 0 < lines[1]["rollout/mask_ones_ratio"] < 1
 
-    saved = list(read_trajectories(folder / "rollouts/step_000001.jsonl"))
+    saved = list(read_trajectories(folder / "rollouts/step_000001.jsonl.zst"))
     assert len(saved) == 8
     assert {one.request.uid.count("-") for one in saved} == {3}
     assert all(one.summary.num_turns == 4 for one in saved)
@@ -112,8 +112,8 @@ def test_run_leaves_figures_rollouts_checkpoint_policy_curve_and_summary(
     assert (call.name, call.outcome, call.arguments) == ("calculator", "ok", {"expression": "6*7"})
     tokens = pandas.read_parquet(folder / "rollouts/step_000001.tokens.parquet")
     assert sorted(tokens.request_id) == sorted(one.request.request_id for one in saved)
-    assert (folder / "validation/val_arithmetic_000000.jsonl").is_file()
-    assert (folder / "validation/val_arithmetic_000002.jsonl").is_file()
+    assert (folder / "validation/val_arithmetic_000000.jsonl.zst").is_file()
+    assert (folder / "validation/val_arithmetic_000002.jsonl.zst").is_file()
 
     summary = json.loads((folder / "summary.json").read_text())
     wanted = {"val_success_before", "val_success_after", "num_val", "seconds_total", "seed"}
@@ -158,7 +158,7 @@ def test_home_folder_is_meant_by_a_tilde_and_a_trainer_closes_twice(
     )
     assert trainer.folder == tmp_path / "mine"
     assert (tmp_path / "mine/summary.json").is_file()
-    assert (tmp_path / "mine/rollouts/step_000001.jsonl").is_file()
+    assert (tmp_path / "mine/rollouts/step_000001.jsonl.zst").is_file()
     assert not list((tmp_path / "elsewhere").iterdir())
     assert trainer.world.status.timeout_s == 77
     trainer.close()
@@ -275,7 +275,7 @@ def test_resumed_run_is_the_run_that_was_never_stopped(
     for ours, theirs in zip(lines[0][-2:], lines[1][-2:], strict=True):
         assert without_clock(ours) == without_clock(theirs)
     for step in (3, 4):
-        files = [folder / f"rollouts/step_00000{step}.jsonl" for folder in (whole, parts)]
+        files = [folder / f"rollouts/step_00000{step}.jsonl.zst" for folder in (whole, parts)]
         uids = [[one.request.uid for one in read_trajectories(file)] for file in files]
         assert uids[0] == uids[1]
     ours, theirs = weights_of(whole / "trained"), weights_of(parts / "trained")

@@ -234,7 +234,7 @@ def test_layout_is_invisible_two_ranks_choose_the_groups_and_baselines_of_one(
         one, two = (
             [
                 (line["request"]["request_id"], line["request"]["dropped"])
-                for line in read_lines(folder / f"rollouts/step_00000{step}.jsonl")
+                for line in read_lines(folder / f"rollouts/step_00000{step}.jsonl.zst")
             ]
             for folder in (alone, together)
         )
@@ -287,7 +287,7 @@ def test_failures_are_judged_over_all_ranks(tiny_home: Path, tmp_path: Path):
         "rollout.failure.policy=drop_group",
     ]
     assert [output.code for output in train_on_two_ranks(file, ONE_STEP, *saved)] == [0, 0]
-    requests = [r["request"] for r in read_lines(tmp_path / "run/rollouts/step_000001.jsonl")]
+    requests = [r["request"] for r in read_lines(tmp_path / "run/rollouts/step_000001.jsonl.zst")]
     failed = {r["uid"] for r in requests if r["state"] == "failed"}
     assert len(failed) == 3, "two groups of the second rank, and one that it shares"
     assert {r["uid"] for r in requests if r["dropped"]} == failed

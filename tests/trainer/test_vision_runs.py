@@ -53,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_pictures_of_the_user_are_turns_of_the_conversation(run: Path):
     assert [line["rollout/user_turns/mean"] > 1 for line in read_metrics(run)] == [True, True]
-    for one in read_trajectories(run.parent / "rollouts/step_000002.jsonl"):
+    for one in read_trajectories(run.parent / "rollouts/step_000002.jsonl.zst"):
         pictures = one.request.multi_modal_data["image"]
         own = len(pictures) - one.request.num_user_turns
         assert own in (1, 2)
@@ -61,7 +61,7 @@ def test_pictures_of_the_user_are_turns_of_the_conversation(run: Path):
 
 
 def test_transcripts_of_saved_rollouts_show_pictures_with_their_files(run: Path):
-    file = run.parent / "rollouts/step_000001.jsonl"
+    file = run.parent / "rollouts/step_000001.jsonl.zst"
     for one in read_trajectories(file):
         text = plain_transcript(read_transcript(one.request, make_tokenizer().decode))
         pictures = one.request.multi_modal_data["image"]

@@ -19,6 +19,7 @@ from agentrl.rollout.states import StopReason
 from agentrl.viewer.export import export_runs
 from agentrl.viewer.runs import RunReader
 from agentrl.viewer.server import ViewServer
+from tests.fakes.runs import read_lines
 from tests.fakes.viewer_runs import (
     append_metrics,
     conversation,
@@ -563,8 +564,8 @@ def test_the_four_tasks_of_the_documentation(tmp_path: Path, make_tab: Any):
         click("main", "the worst first")
         page.wait_for_selector("table.list tbody tr")
         worst = page.locator("table.list tbody td:nth-child(2)").all_inner_texts()[:3]
-        lines = (runs[0] / "rollouts/step_000010.jsonl").read_text().splitlines()
-        ranked = sorted(map(json.loads, lines), key=lambda line: line["combined_reward"])
+        lines = read_lines(runs[0] / "rollouts/step_000010.jsonl.zst")
+        ranked = sorted(lines, key=lambda line: line["combined_reward"])
         assert worst == [line["request"]["request_id"] for line in ranked[:3]]
         page.keyboard.press("Enter")
         for name in worst:

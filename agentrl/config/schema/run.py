@@ -478,6 +478,8 @@ class TrainerConfig(Section):
     rollout_data_dir: UserPath | None = None
     """Folder for all training rollouts, as JSONL, and for what training computed for their tokens,
     as Parquet; null: they are not saved."""
+    compress_rollouts: bool = True
+    """Compress the JSONL files of rollouts with zstd: `step_N.jsonl.zst`. False: `step_N.jsonl`."""
     weight_digests: bool = True
     """With `rollout_data_dir`, hash the policy's trained weights after each step, with LoRA those
     of the adapters: `agentrl audit` compares checkpoints with them."""

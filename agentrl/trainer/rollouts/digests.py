@@ -71,7 +71,7 @@ def _add(folder: Path, added: FileDigest) -> None:
     must_write_all = is_cut
     for line in reversed(lines):  # only the last lines can be of this step or a later one
         one = _parse(line, folder)
-        must_write_all |= one.step > added.step or one.file == added.file
+        must_write_all |= one.step > added.step or _is_same(one, added)
         if one.step < added.step:
             break
     if must_write_all:
@@ -87,11 +87,16 @@ def _without(lines: list[FileDigest], added: FileDigest) -> list[FileDigest]:
     """Return lines that are still valid, and a new one; after a dropped line the chain is new."""
     kept, has_dropped = list[FileDigest](), False
     for one in lines:
-        if one.step > added.step or one.file == added.file:
+        if one.step > added.step or _is_same(one, added):
             has_dropped = True
         else:
             kept.append(one._replace(chain="") if has_dropped else one)
     return [*kept, added]
+
+
+def _is_same(one: FileDigest, other: FileDigest) -> bool:
+    """Return whether a file replaces another one: a resumed run may compress its files."""
+    return one.file.removesuffix(".zst") == other.file.removesuffix(".zst")
 
 
 def drop_digests(folder: Path, *, after: int) -> None:

@@ -5,6 +5,9 @@
     rollouts/val_000010.jsonl     validation rollouts after step 10 (`val_<set>_...` by set)
     skipped/step_000010.jsonl     rows for which an optimizer step of step 10 was skipped
 
+With `trainer.compress_rollouts`, which is the default, names end with `.jsonl.zst`
+(`line_files.py`).
+
 A line holds the whole request and a summary that is derived from it:
 
     {"version": 1, "step": 10, "combined_reward": 1.2, "summary": {"num_turns": 3, ...},
@@ -16,13 +19,13 @@ as entries that name their files (see `pictures.py`), other objects as their `st
 """
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticSerializationError
 
 from agentrl.atomic_io import atomic_file
 from agentrl.config.schema.reward import RewardConfig
@@ -34,6 +37,13 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.metrics.trackers import TRACKERS, Generation
 from agentrl.trainer.rollouts.digests import add_digest, add_weight_digest
+from agentrl.trainer.rollouts.line_files import (
+    COMPRESSED,
+    LineReader,
+    other_form,
+    rollout_path,
+    write_lines,
+)  # fmt: skip
 from agentrl.trainer.rollouts.pictures import PictureCollector, read_picture, write_pictures
 from agentrl.trainer.rollouts.token_files import save_tokens, tabulate_tokens, token_path
 from agentrl.trainer.rollouts.transcript import Decode
@@ -44,9 +54,9 @@ LINE_VERSION = 1
 """Version of a line; the request in it has its own (`RECORD_VERSION`)."""
 SKIPPED = "skipped"
 """Subfolder of the run's folder with the rows for which an optimizer step was skipped."""
+_SEPARATORS = (",", ":")
 _MAX_SHOWN_CHARS = 20_000
 """Characters of a text in a tracker's table."""
-_FILE = re.compile(r"(?:step|val|val_.+)_(\d{6,})\.(?:jsonl|tokens\.parquet)")
 
 
 class _Record(BaseModel):
@@ -139,22 +149,6 @@ class SavedTrajectory(_Record):
         return self
 
 
-def rollout_path(folder: Path, step: int, kind: str = "step") -> Path:
-    """Name the file of one step's rollouts; `kind` is `step` (training), `val` or `val_<set>`.
-
-    Example:
-        >>> rollout_path(Path("rollouts"), 10, "val").as_posix()
-        'rollouts/val_000010.jsonl'
-    """
-    return folder / f"{kind}_{step:06d}.jsonl"
-
-
-def find_rollouts(folder: Path, *, after: int) -> list[Path]:
-    """Find the files of steps later than `after`, by name; the folder may be missing."""
-    found = ((path, _FILE.fullmatch(path.name)) for path in sorted(folder.glob("*")))
-    return [path for path, match in found if match and int(match.group(1)) > after]
-
-
 def save_rollouts(
     path: Path,
     requests: Iterable[AsyncRolloutRequest],
@@ -200,15 +194,16 @@ def save_lines(path: Path, lines: Iterable[Line]) -> int:
         OSError: naming `path`, if it cannot be written.
     """
     count = 0
-    # UTF-8 cannot hold a lone surrogate; it becomes its JSON escape.
-    with (
-        atomic_file(path) as draft,
-        draft.open("w", encoding="utf-8", errors="backslashreplace") as file,
-    ):
+
+    def write_media() -> Iterator[str]:
+        nonlocal count
         for line in lines:
             write_pictures(path.parent, line.pictures)
-            file.write(line.text)
             count += 1
+            yield line.text
+
+    with atomic_file(path) as draft:
+        write_lines(draft, write_media(), compressed=path.suffix == COMPRESSED)
     return count
 
 
@@ -235,8 +230,16 @@ def to_line(
     line["summary"] = TrajectorySummary.of(request).model_dump()
     if note is not None:
         line["skipped"] = note.model_dump()
-    line["request"] = request.model_dump(mode="json", fallback=pictures.plain)
-    return Line(json.dumps(line, ensure_ascii=False) + "\n", pictures.take())
+    head = json.dumps(line, ensure_ascii=False, separators=_SEPARATORS)
+    return Line(f'{head[:-1]},"request":{_dump(request, pictures)}}}\n', pictures.take())
+
+
+def _dump(request: AsyncRolloutRequest, pictures: PictureCollector) -> str:
+    try:
+        return request.model_dump_json(fallback=pictures.plain)
+    except PydanticSerializationError:  # a text with a lone surrogate
+        plain = request.model_dump(mode="json", fallback=pictures.plain)
+        return json.dumps(plain, ensure_ascii=False, separators=_SEPARATORS)
 
 
 def read_rollouts(path: Path) -> Iterator[AsyncRolloutRequest]:
@@ -256,7 +259,7 @@ def read_trajectories(path: Path) -> Iterator[SavedTrajectory]:
     """
     if not path.is_file():
         raise DataError("no such rollout file", file=path)
-    with path.open("rb") as file:
+    with LineReader(path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 saved = SavedTrajectory.model_validate(json.loads(line))
@@ -353,7 +356,11 @@ class RolloutFiles:
         """Report skipped optimizer steps, and save the rows that caused them."""
         if not skipped:
             return
-        path = rollout_path(self._config.default_local_dir / SKIPPED, step)
+        folder, compressed = (
+            self._config.default_local_dir / SKIPPED,
+            self._config.compress_rollouts,
+        )
+        path = rollout_path(folder, step, compressed=compressed)
         own = {one.request_id: request for request in requests for one in request.sequences}
         lines: list[_RankLine] = []
         for index, one in enumerate(skipped):
@@ -373,7 +380,7 @@ class RolloutFiles:
     ) -> None:
         if folder is None:
             return
-        path = rollout_path(folder, step, kind)
+        path = rollout_path(folder, step, kind, compressed=self._config.compress_rollouts)
         lines = [
             self._line(path, (one.batch_data_id, one.rollout_offset), one, step) for one in requests
         ]
@@ -416,6 +423,7 @@ class RolloutFiles:
         if self._world.is_main:
             with self._run_logger.ignoring_write_errors(what):
                 save_lines(path, (one.line for one in gathered))
+                other_form(path).unlink(missing_ok=True)  # of a start with another setting
                 add_digest(path, step)
 
 

@@ -32,26 +32,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from agentrl.atomic_io import atomic_file
 from agentrl.errors import DataError
 
 if TYPE_CHECKING:  # readers of files need no torch, whose import takes seconds
-    from torch import Tensor
+    from numpy.typing import NDArray
 
     from agentrl.protocol import DataProto
 
 TOKENS_VERSION = 1
 """Version of the format."""
 _VERSION_KEY = b"agentrl_version"
-_GROUP_ROWS = 16
-"""Rows of a row group: the values of one sequence are read with those of few others."""
+_GROUP_TOKENS = 1 << 14
+"""Tokens of a row group: the values of one sequence are read with those of few others."""
 TOKEN_COLUMNS = (
     "response_mask", "rollout_log_probs", "old_log_probs", "entropies", "ref_log_prob", "values",
     "token_level_scores", "token_level_rewards", "advantages", "returns", "rollout_is_weights",
 )  # fmt: skip
 """Columns with a value for each response token."""
+_OF_ROWS = ("attention_mask", "responses", "batch_data_id", "trajectory_ids", "in_baseline")
 
 
 def token_path(rollout_file: Path) -> Path:
@@ -61,7 +63,7 @@ def token_path(rollout_file: Path) -> Path:
         >>> token_path(Path("rollouts/step_000010.jsonl")).name
         'step_000010.tokens.parquet'
     """
-    return rollout_file.with_suffix(".tokens.parquet")
+    return rollout_file.with_name(f"{rollout_file.name.split('.')[0]}.tokens.parquet")
 
 
 def tabulate_tokens(batch: "DataProto", step: int) -> pa.Table:
@@ -73,18 +75,24 @@ def tabulate_tokens(batch: "DataProto", step: int) -> pa.Table:
     """
     from agentrl.trainer.credit import IS_COMPUTED, tensors_of
 
-    tensors = tensors_of(batch)
+    # torch sums booleans slowly on CPUs, so everything below is NumPy's.
+    names = (*TOKEN_COLUMNS, *_OF_ROWS, IS_COMPUTED)
+    tensors = {
+        name: (values.float() if values.is_floating_point() else values).detach().cpu().numpy()
+        for name, values in tensors_of(batch).items()
+        if name in names
+    }
     objects = batch.non_tensor_batch
-    is_token = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].bool()
+    is_token = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].astype(bool)
     num_prompt = tensors["attention_mask"].sum(-1) - is_token.sum(-1)
     columns: dict[str, Any] = {
         "step": pa.array(np.full(len(batch), step, np.int32)),
         "request_id": pa.array(objects["request_id"].tolist(), pa.string()),
         "uid": pa.array(objects["uid"].tolist(), pa.string()),
-        "batch_data_id": pa.array(tensors["batch_data_id"].numpy()),
-        "trajectory_id": pa.array(tensors["trajectory_ids"].numpy()),
-        "in_baseline": pa.array(tensors["in_baseline"].bool().numpy()),
-        "num_prompt_tokens": pa.array(num_prompt.int().numpy()),
+        "batch_data_id": pa.array(tensors["batch_data_id"]),
+        "trajectory_id": pa.array(tensors["trajectory_ids"]),
+        "in_baseline": pa.array(tensors["in_baseline"].astype(bool)),
+        "num_prompt_tokens": pa.array(num_prompt.astype(np.int32)),
     }
     for name in TOKEN_COLUMNS:
         if name in tensors:
@@ -93,20 +101,22 @@ def tabulate_tokens(batch: "DataProto", step: int) -> pa.Table:
     return pa.table(columns).replace_schema_metadata({_VERSION_KEY: str(TOKENS_VERSION)})
 
 
-def _as_lists(values: "Tensor", is_token: "Tensor", is_known: "Tensor | None") -> pa.Array:
+def _as_lists(
+    values: "NDArray[Any]", is_token: "NDArray[np.bool_]", is_known: "NDArray[Any] | None"
+) -> pa.Array:
     """Return the values of each row's tokens as a list; null for rows without values.
 
     Args:
         values: `[B, T]`.
-        is_token: `[B, T]` bool.
-        is_known: `[B]` bool; None: all rows have values.
+        is_token: `[B, T]`.
+        is_known: `[B]`; None: all rows have values.
     """
     if is_known is not None:
-        is_token = is_token & is_known.bool()[:, None]
+        is_token = is_token & is_known.astype(bool)[:, None]
     offsets = np.zeros(len(values) + 1, np.int32)
-    np.cumsum(is_token.sum(-1).numpy(), out=offsets[1:])
-    flat = pa.array(values.detach().cpu()[is_token].float().numpy())
-    is_null = None if is_known is None else pa.array(~is_known.bool().numpy())
+    np.cumsum(is_token.sum(-1), out=offsets[1:])
+    flat = pa.array(values[is_token].astype(np.float32))
+    is_null = None if is_known is None else pa.array(~is_known.astype(bool))
     return pa.ListArray.from_arrays(pa.array(offsets), flat, mask=is_null)
 
 
@@ -118,10 +128,12 @@ def save_tokens(path: Path, tables: Sequence[pa.Table]) -> None:
     """
     with atomic_file(path) as draft:
         table = pa.concat_tables(tables)
+        num_tokens = len(pc.list_flatten(table["response_mask"]))
         # Of small row groups, dictionaries of distinct floats would make the file larger.
         pq.write_table(
-            table, draft, compression="zstd", use_dictionary=False, row_group_size=_GROUP_ROWS
-        )
+            table, draft, compression="zstd", use_dictionary=False, write_statistics=False,
+            row_group_size=max(1, _GROUP_TOKENS * len(table) // max(1, num_tokens)),
+        )  # fmt: skip
 
 
 def read_tokens(

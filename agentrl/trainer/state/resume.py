@@ -14,7 +14,8 @@ from agentrl.errors import CheckpointError
 from agentrl.remote_io import Location, locate, write_whole
 from agentrl.trainer.metrics.sinks import METRICS_FILE, move_metrics_aside
 from agentrl.trainer.rollouts.digests import drop_digests
-from agentrl.trainer.rollouts.files import SKIPPED, find_rollouts
+from agentrl.trainer.rollouts.files import SKIPPED
+from agentrl.trainer.rollouts.line_files import find_later_files
 from agentrl.workers.checkpoint import SUPERSEDED, Checkpoint, newest_first, set_aside_later
 from agentrl.workers.distributed import World
 from agentrl.workers.snapshot import find_latest, on_main, verify_together
@@ -217,7 +218,7 @@ def archive_earlier_outputs(config: RunConfig, path: Location | None, step: int)
     rollouts = [
         moved
         for folder in folders
-        for moved in move_into(find_rollouts(folder, after=last_kept), folder / SUPERSEDED)
+        for moved in move_into(find_later_files(folder, last_kept), folder / SUPERSEDED)
     ]
     return ArchivedOutputs(checkpoints=later, rollouts=rollouts, metrics=metrics)
 

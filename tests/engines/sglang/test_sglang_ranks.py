@@ -51,7 +51,9 @@ def check(folder: Path) -> None:
         assert line["rollout/num_requests"] == 15
         assert line["training/rollout_probs_diff_max"] < 1e-4
     for step in (1, 2):
-        requests = [r["request"] for r in read_lines(folder / f"rollouts/step_00000{step}.jsonl")]
+        requests = [
+            r["request"] for r in read_lines(folder / f"rollouts/step_00000{step}.jsonl.zst")
+        ]
         sampled = [t for r in requests for t in r["turns"] if t["role"] == "assistant"]
         versions = {version for turn in sampled for version, _, _ in turn["weight_versions"]}
         assert versions == {step - 1}

@@ -55,14 +55,14 @@ def test_values_that_cannot_be_sent_are_saved_as_text(tmp_path: Path):
     first.batch_data_id, second.batch_data_id = 1, 0
     first.reward_extra_info["lock"] = threading.Lock()
     files.save_step(3, [first, second], collate([first, second], pad_token_id=0))
-    path = rollout_path(tmp_path / "rollouts", 3)
+    path = rollout_path(tmp_path / "rollouts", 3, compressed=True)
     saved = [one.request for one in read_trajectories(path)]
     assert [one.batch_data_id for one in saved] == [0, 0, 1, 1]
     assert "lock object" in saved[2].reward_extra_info["lock"]
     rows = (BrokenRow(first.request_id, {"log_probs": (1,)}),)
     skip = SkippedStep("actor", update=2, mini_batch=0, loss=math.nan, grad_norm=1.0, rows=rows)
     files.save_skipped(3, [first], [skip])
-    skipped = list(read_trajectories(rollout_path(tmp_path / "skipped", 3)))
+    skipped = list(read_trajectories(rollout_path(tmp_path / "skipped", 3, compressed=True)))
     assert [one.skipped.not_finite for one in skipped if one.skipped] == 2 * [{"log_probs": [1]}]
 
 

@@ -12,6 +12,7 @@ from agentrl.collate import collate
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
 from agentrl.trainer.credit import IS_COMPUTED, tensors_of
+from agentrl.trainer.rollouts import token_files
 from agentrl.trainer.rollouts.token_files import (
     read_tokens,
     save_tokens,
@@ -51,7 +52,10 @@ def test_values_are_those_of_the_tokens_without_padding(tmp_path: Path):
     assert "returns" not in table
 
 
-def test_few_sequences_are_read_with_their_row_groups_only(tmp_path: Path):
+def test_few_sequences_are_read_with_their_row_groups_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(token_files, "_GROUP_TOKENS", 64)
     tables = [tabulate_tokens(make_batch(), step) for step in range(20)]
     for number, table in enumerate(tables):
         names = [f"{number}-{row}" for row in range(2)]

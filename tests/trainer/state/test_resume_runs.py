@@ -265,7 +265,7 @@ def test_run_that_starts_again_leaves_no_output_of_the_earlier_one_in_its_folder
         f"metrics.jsonl -> {run}/metrics.1.jsonl\n"
     ) in capsys.readouterr().out
     assert {path.name for path in (run / "rollouts").glob("step_*")} == {
-        "step_000001.jsonl", "step_000001.tokens.parquet",
+        "step_000001.jsonl.zst", "step_000001.tokens.parquet",
     }  # fmt: skip
     assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [0, 1]
 

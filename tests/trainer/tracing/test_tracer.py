@@ -144,7 +144,7 @@ def test_a_file_has_every_request_of_a_step_with_its_turns_calls_and_score(
     slices = slices_of(tmp_path / "run/traces/step_000002.json")
     assert_slices_nest(slices)
     assert all(started * 1e6 < one["ts"] < time.time() * 1e6 for one in slices)
-    requests = list(read_rollouts(tmp_path / "run/rollouts/step_000002.jsonl"))
+    requests = list(read_rollouts(tmp_path / "run/rollouts/step_000002.jsonl.zst"))
     assert len(requests) == 4
     for request in requests:
         own = [one for one in slices if one["args"]["trace_id"] == request.trace_id]
@@ -192,7 +192,7 @@ def test_a_run_without_tracing_writes_no_trace_and_no_ids(tiny_home: Path, tmp_p
     trainer = Trainer(parse_config(content))
     trainer.fit()
     assert not (tmp_path / "run/traces").exists()
-    requests = read_rollouts(tmp_path / "rollouts/step_000001.jsonl")
+    requests = read_rollouts(tmp_path / "rollouts/step_000001.jsonl.zst")
     assert {request.trace_id for request in requests} == {""}
 
 
@@ -231,7 +231,7 @@ def test_a_collector_gets_one_trace_of_each_request_and_one_of_the_step(
     assert resource["team"] == "blue"
     by_id = {span.span_id: span for span in collector.spans}
     assert len(by_id) == len(collector.spans)
-    requests = list(read_rollouts(tmp_path / "run/rollouts/step_000001.jsonl"))
+    requests = list(read_rollouts(tmp_path / "run/rollouts/step_000001.jsonl.zst"))
     for request in requests:
         own = [one for one in collector.spans if one.trace_id.hex() == request.trace_id]
         assert {one.name for one in own} == NAMES_OF_REQUESTS
