@@ -6,6 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from agentrl.errors import ConfigError, StoreError
 from agentrl.remote_io import reason_of
@@ -42,6 +43,10 @@ def push(source: Path, repo: str, options: PushOptions, say: Callable[[str], Non
         StoreError: If the Hub cannot be reached, or refuses.
     """
     model = find_model(source)
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ConfigError(str(error), key="REPO", expected="owner/name") from None
     if get_token() is None:
         raise ConfigError(
             "no token of the Hugging Face Hub",
@@ -63,8 +68,6 @@ def push(source: Path, repo: str, options: PushOptions, say: Callable[[str], Non
             revision=options.revision,
             commit_message=options.message or f"Policy of {source.resolve().name}",
         )
-    except HFValidationError as error:
-        raise ConfigError(str(error), key="REPO", expected="owner/name") from None
     except Exception as error:
         # The client raises a plain error about a file from the one that has the reason.
         inner = error.__cause__ if type(error) is RuntimeError else None

@@ -109,7 +109,10 @@ def test_what_is_no_model_is_refused(run: Path, hub: FakeHub, capsys: Any, folde
     assert not hub.tokens
 
 
-def test_a_wrong_name_of_a_repository_is_refused(run: Path, hub: FakeHub, capsys: Any):
+def test_a_wrong_name_of_a_repository_is_refused_before_the_token_is_read(
+    run: Path, hub: FakeHub, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("agentrl.commands.push.get_token", lambda: None)
     output = run_agentrl(capsys, "push", run, "me/my/small")
     assert output.code == 2
     assert "owner/name" in output.err
