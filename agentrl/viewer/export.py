@@ -1,6 +1,6 @@
 """Write the pages with their data as files that a browser opens from disk, without a server.
 
-    DIR/index.html, viewer.js, style.css, icon.svg    the same page
+    DIR/index.html, *.js, style.css, icon.svg         the same page
     DIR/data.js                                       lists, curves and steps
     DIR/trajectories/00000.js                         a trajectory and its tokens, read when opened
     DIR/pictures/0/                                   thumbnails of images and videos of run 0
@@ -151,9 +151,8 @@ class _Export:
         page = (STATIC / "index.html").read_text(encoding="utf-8")
         policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         data = '<script src="data.js" defer></script>\n'
-        page = page.replace("<title>", f"{policy}<title>").replace(
-            '<script src="viewer.js"', f'{data}<script src="viewer.js"'
-        )
+        page = page.replace("<title>", f"{policy}<title>")
+        page = page.replace("<script ", f"{data}<script ", 1)
         (self._folder / "index.html").write_text(page, encoding="utf-8")
 
 

@@ -29,9 +29,11 @@ from agentrl.viewer.trajectories import describe_trajectory, list_tokens
 logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
+SCRIPTS = ("elements.js", "curves.js", "lists.js", "trajectory.js", "tokens.js", "pages.js")
+"""In the order of the page: the first one defines what the others use, the last one starts."""
 STATIC_FILES = {
     "": ("index.html", "text/html"),
-    "viewer.js": ("viewer.js", "text/javascript"),
+    **{name: (name, "text/javascript") for name in SCRIPTS},
     "style.css": ("style.css", "text/css"),
     "icon.svg": ("icon.svg", "image/svg+xml"),
 }
