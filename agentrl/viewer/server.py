@@ -24,7 +24,7 @@ from agentrl.viewer import queries
 from agentrl.viewer.queries import Filters, read_number
 from agentrl.viewer.runs import RunReader
 from agentrl.viewer.steps import describe_step
-from agentrl.viewer.trajectories import describe_trajectory, list_tokens
+from agentrl.viewer.trajectories import RESPONSE, describe_trajectory, list_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +165,7 @@ def answer(runs: Sequence[RunReader], name: str, query: Mapping[str, str]) -> st
             query["id"],
             sequence=_index(query, "sequence"),
             start=_index(query, "start"),
+            part=query.get("part", RESPONSE),
         ),
     }
     return queries.to_json(by_name[name]())

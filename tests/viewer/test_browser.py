@@ -268,7 +268,14 @@ def test_tokens_show_what_training_computed(address: str, make_tab: Any):
         assert name in detail
     for color in ("ratio", "entropies", "advantages", "version", "rollout_log_probs"):
         tab.page.select_option("#color", color)
-    assert tab.page.locator(".token").nth(3).evaluate("(e) => e.style.background") != ""
+    tab.page.click("#prompt-tokens summary")
+    tab.page.wait_for_selector("#prompt-tokens .token")
+    prompt = tab.page.inner_text("#prompt-tokens .tokens")
+    assert prompt == tab.page.inner_text(".message.user pre")
+    assert (
+        tab.page.locator("#response-tokens .token").nth(3).evaluate("(e) => e.style.background")
+        != ""
+    )
     tab.check(address)
 
 
@@ -425,8 +432,8 @@ def test_hostile_trajectories_are_inert(tmp_path: Path, make_tab: Any):
                 assert SCRIPT in tab.page.inner_text(".conversation")
                 tab.page.keyboard.press("t")
                 tab.page.wait_for_selector(".token")
-                assert "window.ran" in tab.page.inner_text(".tokens")
-                assert len(tab.page.inner_text(".tokens")) < 20_000
+                assert "window.ran" in tab.page.inner_text("#response-tokens .tokens")
+                assert len(tab.page.inner_text("#response-tokens .tokens")) < 20_000
             check_text(tab)
         tab.open(address, f"trajectory?id={label}:1")
         assert "\\u202eevil" in tab.page.inner_text(".conversation")
@@ -450,7 +457,13 @@ def test_pictures_of_a_trajectory_are_shown(tmp_path: Path, make_tab: Any):
             text = tab.page.inner_text(".conversation")
             assert "[image: 6 tokens]" in text
             assert "read from a/plan.png" in text
-            assert "[image: 4 tokens]" in tab.page.inner_text(".tokens")
+            assert "[image: 4 tokens]" in tab.page.inner_text("#response-tokens .tokens")
+            tab.page.click("#prompt-tokens summary")
+            tab.page.locator("#prompt-tokens .token").first.click()
+            assert "observed" in tab.page.inner_text("#token-detail")
+            assert tab.page.inner_text("#prompt-tokens .tokens").startswith("[image: 6 tokens]")
+            tab.page.keyboard.press("ArrowRight")
+            assert "Index in the prompt6" in tab.page.inner_text("#token-detail").replace("\n", "")
             tab.check(root)
 
 

@@ -19,7 +19,13 @@ from agentrl.viewer.queries import Filters
 from agentrl.viewer.runs import RunReader, find_differences
 from agentrl.viewer.steps import describe_step, histogram
 from agentrl.viewer.trajectories import describe_trajectory, list_tokens
-from tests.fakes.viewer_runs import append_metrics, conversation, make_line, write_view_run
+from tests.fakes.viewer_runs import (
+    QUESTIONS,
+    append_metrics,
+    conversation,
+    make_line,
+    write_view_run,
+)
 
 STEP = "rollouts/step_000002"
 
@@ -349,6 +355,19 @@ def test_tokens_of_a_sequence_are_paged(run: RunReader, monkeypatch: pytest.Monk
     monkeypatch.setattr(trajectories, "MAX_TOKENS", 10)
     page = list_tokens(run, f"{STEP}:0", start=20)
     assert page["columns"] == {key: values[20:30] for key, values in whole.items()}
+
+
+def test_tokens_of_the_prompt_are_observed(run: RunReader, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trajectories, "MAX_TOKENS", 20)
+    pages = [list_tokens(run, f"{STEP}:0", start=start, part="prompt") for start in (0, 20, 60)]
+    question = QUESTIONS[0]
+    assert {page["num"] for page in pages} == {len(question)}
+    texts = ["".join(page["columns"]["text"]) for page in pages]
+    assert texts == [question[:20], question[20:40], question[60:]]
+    assert [set(page["columns"]) for page in pages] == [{"id", "mask", "text"}] * 3
+    assert not any(one for page in pages for one in page["columns"]["mask"])
+    with pytest.raises(DataError, match="no part 'answer'"):
+        list_tokens(run, f"{STEP}:0", part="answer")
 
 
 def test_differences_name_the_keys_that_differ():
