@@ -10,6 +10,7 @@ from agentrl.errors import DataError
 from agentrl.trainer.rollouts.token_files import TOKEN_COLUMNS, read_tokens, token_path
 from agentrl.viewer.index import Entry, FileIndex
 from agentrl.viewer.runs import RunReader
+from agentrl.viewer.timeline import describe_timeline
 
 MAX_TOKENS = 500
 """Tokens of one answer."""
@@ -28,6 +29,7 @@ def describe_trajectory(run: RunReader, entry_id: str) -> dict[str, Any]:
         **entry.shown(),
         "advantage": index.advantages.get(entry.request_id),
         "file": entry.id.rpartition(":")[0],
+        "timeline": describe_timeline(request),
         "sequences": [_describe_sequence(one, index) for one in sequences],
         "rewards": {"combined_reward": entry.reward} | {key: request.get(key) for key in rewards},
         "ground_truth": request["ground_truth"],

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,21 @@ def test_tokens_show_what_training_computed(address: str, make_tab: Any):
         tab.page.locator("#response-tokens .token").nth(3).evaluate("(e) => e.style.background")
         != ""
     )
+    tab.check(address)
+
+
+def test_the_time_line_has_states_and_calls(address: str, make_tab: Any):
+    tab = make_tab()
+    tab.open(address, f"trajectory?id={FILE}:17")
+    states = tab.page.locator(".lane.states span").evaluate_all("(all) => all.map((e) => e.title)")
+    kinds = [title.partition(",")[0].partition(":")[0] for title in states]
+    assert kinds == [
+        *("pending", "running", "tool calling", "other", "running", "other", "scoring"),
+    ]  # fmt: skip
+    boxes = [box.bounding_box() for box in tab.page.locator(".lane.states span").all()]
+    assert all(one["x"] + one["width"] <= two["x"] + 3 for one, two in pairwise(boxes))
+    assert tab.page.locator(".lane.calls .kind-queue, .lane.calls .kind-work").count() == 2
+    assert "completed after" in tab.page.inner_text(".timeline .legend")
     tab.check(address)
 
 

@@ -78,27 +78,35 @@ function rewardParts(one) {
 function conversation(one) {
   const parts = one.sequences.flatMap((sequence, i) => [
     one.sequences.length > 1 ? h("h2", {}, `Sequence ${i + 1} of ${one.sequences.length}${sequence.cause ? `: ${sequence.cause}` : ""}`) : h("h2", {}, "Conversation"),
-    timeline(sequence, one), ...messagesOf(sequence, one.file), ...sequence.pictures.map((picture) => pictureOf(picture, one.file))]);
-  return h("section", { class: "conversation" }, parts);
+    ...messagesOf(sequence, one.file), ...sequence.pictures.map((picture) => pictureOf(picture, one.file))]);
+  return h("section", { class: "conversation" }, h("h2", {}, "Time line"), timeline(one), parts);
 }
 
-function timeline(sequence, one) {
-  const total = sequence.turns.reduce((sum, turn) => sum + turn.seconds, 0) || 1e-9;
-  const names = { assistant: "sampling", tool: "tools", user: "interaction" };
-  const rest = one.sequences.length === 1 ? Math.max(0, one.seconds - total) : 0;
-  const span = (kind, name, size, note) => {
-    const part = h("span", { class: kind, title: `${note}: ${seconds(size)}` }, size > 0.12 * (total + rest) ? seconds(size) : "");
-    part.style.flex = `${1000 * Math.max(size / (total + rest), 1e-6)} 1 0`;
-    return part;
+const KINDS = {
+  pending: "pending", running: "running", tool_calling: "tool calling", interacting: "interacting", scoring: "scoring",
+  other: "other", queue: "call in a queue", work: "call at work",
+};
+
+/** Show the states of a request over time, and its tool calls below: `[kind, start, seconds, note]`. */
+function timeline(one) {
+  const line = one.timeline, percent = (value) => `${(100 * value) / line.seconds}%`;
+  const bar = ([kind, start, length, note]) => {
+    const span = h("span", { class: `kind-${kind}`, title: `${KINDS[kind]}${note ? `, ${note}` : ""}: ${seconds(length)}, from ${seconds(start)}` },
+      length > 0.08 * line.seconds ? seconds(length) : "");
+    span.style.left = percent(start);
+    span.style.width = percent(length);
+    return span;
   };
-  const used = [...new Set(sequence.turns.map((turn) => turn.role))];
-  return h("div", {}, h("div", { class: "timeline" },
-    sequence.turns.map((turn) => span(turn.role, names[turn.role], turn.seconds, `turn ${turn.index}, ${names[turn.role]}`)),
-    rest > 0 ? span("other", "other", rest, "waiting, and before and after the turns") : null),
-  h("div", { class: "legend" }, used.map((role) => {
-    const sum = sequence.turns.filter((turn) => turn.role === role).reduce((s, turn) => s + turn.seconds, 0);
-    return h("span", {}, h("i", { class: `swatch ${role}` }), `${names[role]} ${seconds(sum)}`);
-  }), rest > 0 ? h("span", {}, h("i", { class: "swatch other" }), `other ${seconds(rest)}`) : null));
+  const lanes = (name, all) => all.map((bars, i) => h("div", { class: `lane ${name}` }, h("b", {}, i ? "" : name), h("div", { class: "track" }, bars.map(bar))));
+  const axis = h("div", { class: "track" }, ticks(0, line.seconds, 8).map((at) => {
+    const mark = h("i", {}, `${axisNumber(at)} s`);
+    mark.style.left = percent(at);
+    return mark;
+  }));
+  return h("div", { class: "timeline" }, lanes("states", line.states), lanes("calls", line.calls), h("div", { class: "lane axis" }, h("b", {}), axis),
+    h("div", { class: "legend" }, Object.keys(KINDS).filter((kind) => line.totals[kind] > 0).map((kind) => h("span", {},
+      h("i", { class: `swatch kind-${kind}` }), `${KINDS[kind]} ${seconds(line.totals[kind])}`)),
+    h("span", {}, `${one.state} after ${seconds(line.ended)}`), line.notes.map((note) => h("span", { class: "warn" }, note))));
 }
 
 /** Show messages; the last ones of the assistant are the sampled turns. */
