@@ -263,6 +263,16 @@ def test_the_configured_folder_is_first_and_skipped_is_last(folder: Path, tmp_pa
     assert found["rollouts/step_000003"].parent == tmp_path / "rollouts"
 
 
+def test_a_copied_run_shows_its_own_files(folder: Path, tmp_path: Path):
+    copy = shutil.copytree(folder, tmp_path / "other" / "copy")
+    (copy / "rollouts" / "step_000003.jsonl").unlink()
+    run = RunReader(copy)
+    assert list(run.find_files()) == ["rollouts/step_000002", "rollouts/step_000001"]
+    assert {path.parent for path in run.find_files().values()} == {copy / "rollouts"}
+    shutil.rmtree(folder)
+    assert RunReader(copy).tokenizer is not None
+
+
 def test_the_tokenizer_of_a_model_of_the_hub_is_found_in_its_cache(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -412,3 +422,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path):
         RunReader(tmp_path).check()
     with pytest.raises(ConfigError, match="no folder"):
         RunReader(tmp_path / "none").check()
+    write_view_run(tmp_path / "inner")
+    with pytest.raises(ConfigError) as error:
+        RunReader(tmp_path).check()
+    assert error.value.details["runs_in_it"] == "inner"
