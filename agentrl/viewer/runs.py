@@ -166,9 +166,14 @@ class RunReader:
                 known = self._files[label] = index_file(path, label, _MAX_TEXT_BYTES - num_bytes)
             return known
 
-    def indexed(self) -> dict[str, FileIndex]:
-        """Return the files that have been indexed, the newest step first."""
-        return {label: self._files[label] for label in self.find_files() if label in self._files}
+    def indexed(self, files: Mapping[str, Path] | None = None) -> dict[str, FileIndex]:
+        """Return the files that have been indexed, the newest step first.
+
+        Args:
+            files: What `find_files` has just returned, if it was called.
+        """
+        labels = self.find_files() if files is None else files
+        return {label: self._files[label] for label in labels if label in self._files}
 
     def entry(self, entry_id: str) -> tuple[FileIndex, Entry]:
         """Return a trajectory and its file.

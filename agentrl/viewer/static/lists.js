@@ -167,6 +167,7 @@ function chip(one, runId, isHere) {
 
 // Trajectories
 
+const MAX_EXCERPT = 160;  // longer answers come as their end
 const COLUMNS = [
   ["step", "Step", (row) => num(row.step), true], ["", "Request", (row) => row.request_id],
   ["reward", "Reward", (row) => fixed(row.reward, 3), true],
@@ -176,8 +177,9 @@ const COLUMNS = [
   ["trained", "Trained", (row) => num(row.trained), true],
   ["calls", "Calls", (row) => (row.bad_calls ? h("span", { class: "bad" }, `${row.calls} (${row.bad_calls} not ok)`) : num(row.calls)), true],
   ["seconds", "Duration", (row) => seconds(row.seconds), true], ["source", "Source", (row) => row.source],
-  ["", "Last answer", (row) => row.excerpt],
+  ["", "Last answer", (row) => (row.excerpt.length < MAX_EXCERPT ? row.excerpt : `…${row.excerpt}`)],
 ];
+const TYPING_MS = 40;  // between a key and the query
 let lastList = "";
 const FILTERS = ["file", "end", "tool", "outcome", "source", "uid", "text", "min_reward", "max_reward", "sort"];
 
@@ -234,10 +236,10 @@ async function listPage(at) {
   const pick = (key, label, values) => h("label", {}, `${label} `, h("select", { id: key, onchange: (e) => set(key, e.target.value) },
     h("option", { value: "" }, "any"), values.map((value) => h("option", { value, selected: filters[key] === value }, value))));
   const reward = (key, label) => h("input", { id: key, type: "number", step: "any", placeholder: label, value: filters[key], "aria-label": `Reward ${label}`,
-    oninput: (e) => set(key, e.target.value, 100) });
+    oninput: (e) => set(key, e.target.value, TYPING_MS) });
   const choice = fileChoice(filters.file, (value) => go("list", { run: at.run, ...filters, file: value || "all" }), true);
   const choices = await get("choices", { run: runNumber(), file: filters.file });
-  const search = h("input", { type: "search", id: "search", placeholder: "Find text (/)", "aria-label": "Find text", value: filters.text, oninput: (e) => set("text", e.target.value, 100) });
+  const search = h("input", { type: "search", id: "search", placeholder: "Find text (/)", "aria-label": "Find text", value: filters.text, oninput: (e) => set("text", e.target.value, TYPING_MS) });
   return {
     title: "Trajectories", draw: load,
     update: () => { choice.refresh(); if (!filters.file) load(); },

@@ -52,7 +52,7 @@ function tokenPages(query, detail, indexName) {
     flow.replaceChildren(...spans.flatMap((span, i) => (turnAt.has(i)
       ? [h("span", { class: "turn-mark" }, `${i ? "\n" : ""}${turnAt.get(i).role}`), span] : [span])));
     const end = Math.min(start + PAGE_TOKENS, tokens.num);
-    pager.replaceChildren(h("span", { class: "dim" }, query.part === "prompt" ? "Prompt" : "Response"),
+    pager.replaceChildren(h("span", { class: "dim" }, query.part === "prompt" ? "" : "Response"),
       h("button", { disabled: start === 0, "aria-label": "Tokens before", onclick: () => load(start - PAGE_TOKENS) }, "←"),
       h("span", { class: "dim" }, tokens.num ? `${num(start)} to ${num(end - 1)} of ${num(tokens.num)}` : "no tokens"),
       h("button", { disabled: end >= tokens.num, "aria-label": "Tokens after", onclick: () => load(start + PAGE_TOKENS) }, "→"));
