@@ -227,7 +227,9 @@ def view(
     folders: Annotated[
         list[Path], _argument("RUN...", "Folders of runs (trainer.default_local_dir).")
     ],
-    port: Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)] = 0,
+    port: Annotated[
+        int | None, _option("Port of the web page. Default: a free one.", min=0, max=65535)
+    ] = None,
     export: Annotated[Path | None, _option("Write the pages to this new folder.")] = None,
     terminal: Annotated[bool, typer.Option("--terminal", help="Print the lists.")] = False,
     step: Annotated[

@@ -27,13 +27,18 @@ from agentrl.cluster.run_status import (
 from agentrl.config.schema.run import TrainerConfig
 from agentrl.errors import ConfigError, DataError
 from agentrl.trainer.metrics.sinks import METRICS_FILE
-from agentrl.trainer.state.run_folder import LOCK_FILE, SILENCE_S, Owner
+from agentrl.trainer.state.run_folder import (
+    LOCK_FILE,
+    RUN_SIGNS,
+    SILENCE_S,
+    Owner,
+    check_run,
+    is_run,
+)
 
 STALE_S = 60.0
 """A driver on another host that has not written for so many seconds counts as dead."""
 _TAIL_BYTES = 1 << 20
-_SIGNS = (LOCK_FILE, METRICS_FILE, "starts", f"logs/{STATUS_FILE}")
-"""What the folder of a run has, any of them."""
 
 
 class State(StrEnum):
@@ -115,12 +120,7 @@ def find_newest() -> Path:
             f"no run in {home.absolute()}",
             expected="agentrl status FOLDER, with the folder of a run (trainer.default_local_dir)",
         )
-    return max(found, key=lambda path: max(_time_of(path / sign) for sign in _SIGNS))
-
-
-def is_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run."""
-    return any((folder / sign).exists() for sign in _SIGNS)
+    return max(found, key=lambda path: max(_time_of(path / sign) for sign in RUN_SIGNS))
 
 
 def examine_folder(folder: Path) -> Report:
@@ -130,14 +130,7 @@ def examine_folder(folder: Path) -> Report:
         ConfigError: if the folder is not that of a run.
         DataError: if a file of it is damaged.
     """
-    if not folder.is_dir() or not is_run(folder):
-        what = f"{folder} is not the folder of a run" if folder.exists() else f"no folder {folder}"
-        inner = [path.name for path in sorted(folder.glob("*")) if is_run(path)]
-        raise ConfigError(
-            what,
-            expected=f"a folder with {', '.join(_SIGNS)}: trainer.default_local_dir of a run",
-            runs_in_it=", ".join(inner) or None,
-        )
+    check_run(folder)
     file = folder / "logs" / STATUS_FILE
     cluster = read_run_status(file) if file.is_file() else None
     start = _newest_start(folder)

@@ -19,8 +19,8 @@ from agentrl.viewer.terminal import print_lists
 class ViewOptions:
     """What is shown, and how; the defaults serve a web page."""
 
-    port: int = 0
-    """0: a free one."""
+    port: int | None = None
+    """Of the web page. None or 0: a free one."""
     export: Path | None = None
     """A new folder for exported pages."""
     steps: Sequence[int] = ()
@@ -55,7 +55,7 @@ def view_runs(folders: Sequence[Path], options: ViewOptions, say: Callable[[str]
         if done.num_left_out:
             say(f"left out: {done.num_left_out:,} trajectories; a larger --limit adds them")
     else:
-        asyncio.run(_serve(runs, options.port, say))
+        asyncio.run(_serve(runs, options.port or 0, say))
 
 
 def _print(runs: Sequence[RunReader], options: ViewOptions) -> None:
@@ -80,10 +80,21 @@ def _check(options: ViewOptions) -> None:
     """Check that the options fit together."""
     if options.is_terminal and options.export is not None:
         raise ConfigError("--export and --terminal exclude each other", expected="one of them")
-    chosen = options.filters
-    for name, value in (("sort", chosen.sort), ("end", chosen.end), ("text", chosen.text)):
-        if value and not options.is_terminal:
+    chosen, is_exported = options.filters, options.export is not None
+    for name, is_given in (("sort", chosen.sort), ("end", chosen.end), ("text", chosen.text)):
+        if is_given and not options.is_terminal:
             raise ConfigError(f"--{name} needs --terminal", expected=f"--terminal, or no --{name}")
+    for name, is_given in (("step", options.steps), ("limit", options.limit is not None)):
+        if is_given and not (options.is_terminal or is_exported):
+            raise ConfigError(
+                f"--{name} needs --export or --terminal",
+                expected=f"one of them, or no --{name}: the web page has all trajectories",
+            )
+    if options.port is not None and (options.is_terminal or is_exported):
+        other = "--terminal" if options.is_terminal else "--export"
+        raise ConfigError(
+            f"--port does not work with {other}", expected="no --port: only the web page has one"
+        )
     if options.is_terminal and len(options.steps) > 2:
         raise ConfigError("--terminal compares two steps", expected="at most two times --step")
 

@@ -1,6 +1,6 @@
 """Write the pages with their data as files that a browser opens from disk, without a server.
 
-    DIR/index.html, viewer.js, style.css, icon.svg    the same page
+    DIR/index.html, *.js, style.css, icon.svg         the same page
     DIR/data.js                                       lists, curves and steps
     DIR/trajectories/00000.js                         a trajectory and its tokens, read when opened
     DIR/pictures/0/                                   thumbnails of images and videos of run 0
@@ -11,7 +11,7 @@ scripts that assign the server's answers to the page.
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlencode
@@ -21,7 +21,14 @@ from agentrl.viewer.index import Entry, FileIndex, picture_names, texts_of
 from agentrl.viewer.queries import to_json
 from agentrl.viewer.runs import RunReader
 from agentrl.viewer.server import STATIC, STATIC_FILES, answer
-from agentrl.viewer.trajectories import MAX_TOKENS, read_sequences, tokens_of
+from agentrl.viewer.trajectories import (
+    MAX_TOKENS,
+    PROMPT,
+    RESPONSE,
+    SavedSequence,
+    read_sequences,
+    tokens_of,
+)
 
 _POLICY = (
     "default-src 'none'; script-src file: 'self'; style-src file: 'self'; img-src file: 'self'"
@@ -127,15 +134,23 @@ class _Export:
         answers = [self._ask("trajectory", run=number, id=entry.id)]
         self._copy_pictures(number, index, entry)
         for place, sequence in enumerate(read_sequences(index, entry)):
-            for start in range(0, max(len(sequence.request["response_ids"]), 1), MAX_TOKENS):
-                key = _key("tokens", run=number, id=entry.id, sequence=place, start=start)
-                answers.append((key, to_json(tokens_of(self._runs[number], sequence, start))))
+            which = {"run": number, "id": entry.id, "sequence": place}
+            answers += self._tokens(number, sequence, RESPONSE, which)
+            answers += self._tokens(number, sequence, PROMPT, {**which, "part": PROMPT})
         name = f"trajectories/{len(self._files):05d}.js"
         self._files[f"{number}/{entry.id}"] = name
         lines = (
             f"window.AGENTRL_EXPORT.answers[{json.dumps(key)}] = {text};\n" for key, text in answers
         )
         _write_script(self._folder / name, "".join(lines))
+
+    def _tokens(
+        self, number: int, sequence: SavedSequence, part: str, which: Mapping[str, str | int]
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the key and the answer of each page of tokens."""
+        for start in range(0, max(len(sequence.request[f"{part}_ids"]), 1), MAX_TOKENS):
+            page = tokens_of(self._runs[number], sequence, start, part)
+            yield _key("tokens", **which, start=start), to_json(page)
 
     def _copy_pictures(self, number: int, index: FileIndex, entry: Entry) -> None:
         folder = self._folder / "pictures" / str(number)
@@ -151,9 +166,8 @@ class _Export:
         page = (STATIC / "index.html").read_text(encoding="utf-8")
         policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         data = '<script src="data.js" defer></script>\n'
-        page = page.replace("<title>", f"{policy}<title>").replace(
-            '<script src="viewer.js"', f'{data}<script src="viewer.js"'
-        )
+        page = page.replace("<title>", f"{policy}<title>")
+        page = page.replace("<script ", f"{data}<script ", 1)
         (self._folder / "index.html").write_text(page, encoding="utf-8")
 
 

@@ -6,8 +6,9 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, ge, lt
 from typing import Any
 
 import numpy as np
@@ -57,23 +58,24 @@ class Filters:
             raise DataError(f"unknown order {values['sort']!r}", expected=", ".join(_SORTS))
         return cls(**values)
 
-    def match(self, index: FileIndex, entry: Entry) -> bool:
-        """Return whether a list with these filters has the trajectory."""
-        wanted = ((self.end, entry.end), (self.source, entry.source), (self.uid, entry.uid))
-        if any(want and want != got for want, got in wanted):
-            return False
+    def select(self, index: FileIndex) -> list[Entry]:
+        """Return the trajectories of a file that a list with these filters has."""
+        found = index.entries
+        for column, wanted in (("end", self.end), ("source", self.source), ("uid", self.uid)):
+            if wanted:
+                found = [one for one in found if getattr(one, column) == wanted]
         if self.tool or self.outcome:
-            asked = (self.tool, self.outcome)
-            if not any(
-                all(not want or want == got for want, got in zip(asked, call, strict=False))
-                for call in entry.calls
-            ):
-                return False
-        if self.min_reward > -math.inf or self.max_reward < math.inf:
-            reward = math.nan if entry.reward is None else entry.reward
-            if not self.min_reward <= reward or reward >= self.max_reward < math.inf:
-                return False
-        return not self.text or index.contains(entry, self.text.lower())
+            found = [one for one in found if any(map(self._is_asked, one.calls))]
+        for compare, limit in ((ge, self.min_reward), (lt, self.max_reward)):
+            if abs(limit) < math.inf:
+                known = (one for one in found if one.reward is not None)
+                found = [one for one in known if compare(one.reward, limit)]
+        if text := self.text.lower():
+            found = [one for one in found if index.contains(one, text)]
+        return found
+
+    def _is_asked(self, call: tuple[str, str, float, float]) -> bool:
+        return self.tool in ("", call[0]) and self.outcome in ("", call[1])
 
 
 def read_number(query: Mapping[str, str], key: str, default: float = 0) -> float:
@@ -142,48 +144,49 @@ def _trained_by_step(run: RunReader) -> dict[int, int]:
     return found
 
 
-def select(run: RunReader, filters: Filters) -> list[tuple[FileIndex, Entry]]:
-    """Return the trajectories of a list, in order. Of all files, only indexed ones are searched."""
-    indexes = [run.index(filters.file)] if filters.file else list(run.indexed().values())
-    found = [
-        (index, entry)
-        for index in indexes
-        for entry in index.entries
-        if filters.match(index, entry)
-    ]
-    column = filters.sort.removeprefix("-")
-    if column and column != "id":
-        is_reversed = filters.sort.startswith("-")
-        found.sort(key=lambda pair: _sort_key(pair[1], column, is_reversed), reverse=is_reversed)
-    return found
+def _in_order(found: list[Entry], order: str) -> list[Entry]:
+    """Sort by a column; missing values are last in both directions."""
+    column = order.removeprefix("-")
+    if column in ("", "id"):
+        return found
+    value_of = _getter(column)
+    known = [one for one in found if value_of(one) == value_of(one) is not None]
+    missing = [one for one in found if value_of(one) is None or value_of(one) != value_of(one)]
+    return [*sorted(known, key=value_of, reverse=order.startswith("-")), *missing]
 
 
-def _sort_key(entry: Entry, column: str, is_reversed: bool) -> tuple[bool, Any]:
-    """Return the key of an order in which missing values are last."""
-    value = len(entry.calls) if column == "calls" else getattr(entry, column)
-    is_missing = value is None or value != value
-    return is_missing is not is_reversed, 0 if is_missing else value
+def _getter(column: str) -> Callable[[Entry], Any]:
+    return attrgetter(column) if column != "calls" else lambda entry: len(entry.calls)
 
 
 def list_trajectories(
     run: RunReader, filters: Filters, *, offset: int = 0, limit: int = 50
 ) -> dict[str, Any]:
-    """Return a page of a list, and how many files and damaged lines there are."""
-    found = select(run, filters)
-    page = found[offset : offset + limit]
-    rows = [
-        {**entry.shown(), "advantage": index.advantages.get(entry.request_id)}
-        for index, entry in page
-    ]
-    indexed = run.indexed()
-    listed = [indexed[filters.file]] if filters.file in indexed else indexed.values()
+    """Return a page of a list, and how many files and damaged lines there are.
+
+    Of all files, only indexed ones are searched.
+
+    Raises:
+        LookupError: If there is no such file.
+    """
+    files = run.find_files()
+    if filters.file:
+        run.index(filters.file, files[filters.file])
+    indexed = run.indexed(files)
+    listed = {filters.file: indexed[filters.file]} if filters.file else indexed
+    selected = [entry for index in listed.values() for entry in filters.select(index)]
+    found = _in_order(selected, filters.sort)
+    rows = list[dict[str, Any]]()
+    for entry in found[offset : offset + limit]:
+        advantages = listed[entry.id.rpartition(":")[0]].advantages
+        rows.append({**entry.shown(), "advantage": advantages.get(entry.request_id)})
     return {
         "total": len(found),
         "offset": offset,
         "rows": rows,
-        "files": len(run.find_files()),
+        "files": len(files),
         "indexed": len(indexed),
-        "damaged": sum(len(index.damaged) for index in listed),
+        "damaged": sum(len(index.damaged) for index in listed.values()),
     }
 
 

@@ -14,10 +14,16 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer
 
-from agentrl.errors import ConfigError
 from agentrl.trainer.metrics.sinks import METRICS_FILE
 from agentrl.trainer.rollouts.line_files import find_rollout_files
-from agentrl.trainer.state.run_folder import LOCK_FILE, RESOLVED, STARTS, Owner, find_last_start
+from agentrl.trainer.state.run_folder import (
+    LOCK_FILE,
+    RESOLVED,
+    Owner,
+    check_run,
+    find_last_start,
+    move_paths,
+)
 from agentrl.viewer.index import Entry, FileIndex, index_file, signature_of
 
 _FOLDER_KEY = "trainer.default_local_dir"
@@ -40,6 +46,7 @@ class RunReader:
         self._metrics_end = 0
         self._metrics_inode = 0
         self._config: tuple[Path | None, dict[str, Any]] = None, {}
+        self._moved: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         self._tokenizer: tuple[Path | None, Tokenizer | None] = None, None
         self._files: dict[str, FileIndex] = {}
         self._metrics_lock = threading.Lock()
@@ -52,14 +59,8 @@ class RunReader:
 
     def check(self) -> None:
         """Raise a `ConfigError` if the folder is not that of a run and has no rollouts."""
-        signs = (METRICS_FILE, STARTS, LOCK_FILE)
-        if not self.folder.is_dir():
-            raise ConfigError(f"no folder {self.folder}", expected="the folder of a run")
-        if not any((self.folder / sign).exists() for sign in signs) and not self.find_files():
-            raise ConfigError(
-                f"{self.folder} is not the folder of a run",
-                expected=f"a folder with {', '.join(signs)}: trainer.default_local_dir of a run",
-            )
+        if not (self.folder.is_dir() and self.find_files()):
+            check_run(self.folder)
 
     @property
     def state(self) -> str:
@@ -83,6 +84,13 @@ class RunReader:
                 if isinstance(config, dict):
                     self._config = newest, config
         return self._config[1]
+
+    def _moved_config(self) -> dict[str, Any]:
+        """Return the configuration with the paths of the run's folder as it is now."""
+        config = self.config
+        if self._moved[0] is not config:
+            self._moved = config, move_paths(config, self.folder)
+        return self._moved[1]
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of `metrics.jsonl`, of which only new ones are read."""
@@ -132,7 +140,7 @@ class RunReader:
         ]
 
     def _find_folders(self) -> list[Path]:
-        trainer = self.config.get("trainer") or {}
+        trainer = self._moved_config().get("trainer") or {}
         keys = ("rollout_data_dir", "validation_data_dir")
         given = [Path(trainer[key]) for key in keys if trainer.get(key)]
         folders = [*given, *(self.folder / name for name in _FOLDERS)]
@@ -157,9 +165,14 @@ class RunReader:
                 known = self._files[label] = index_file(path, label, _MAX_TEXT_BYTES - num_bytes)
             return known
 
-    def indexed(self) -> dict[str, FileIndex]:
-        """Return the files that have been indexed, the newest step first."""
-        return {label: self._files[label] for label in self.find_files() if label in self._files}
+    def indexed(self, files: Mapping[str, Path] | None = None) -> dict[str, FileIndex]:
+        """Return the files that have been indexed, the newest step first.
+
+        Args:
+            files: What `find_files` has just returned, if it was called.
+        """
+        labels = self.find_files() if files is None else files
+        return {label: self._files[label] for label in labels if label in self._files}
 
     def entry(self, entry_id: str) -> tuple[FileIndex, Entry]:
         """Return a trajectory and its file.
@@ -187,7 +200,7 @@ class RunReader:
 
     def _find_tokenizer(self) -> Path | None:
         """Find the file in the model's folder, the cache of the Hub, or the exported policy."""
-        model = self.config.get("model") or {}
+        model = self._moved_config().get("model") or {}
         name = model.get("tokenizer_path") or model.get("path")
         folders = [Path(str(name))] if name else []
         for folder in (*folders, self.folder / "trained"):

@@ -24,14 +24,16 @@ from agentrl.viewer import queries
 from agentrl.viewer.queries import Filters, read_number
 from agentrl.viewer.runs import RunReader
 from agentrl.viewer.steps import describe_step
-from agentrl.viewer.trajectories import describe_trajectory, list_tokens
+from agentrl.viewer.trajectories import RESPONSE, describe_trajectory, list_tokens
 
 logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
+SCRIPTS = ("elements.js", "curves.js", "lists.js", "trajectory.js", "tokens.js", "pages.js")
+"""In the order of the page: the first one defines what the others use, the last one starts."""
 STATIC_FILES = {
     "": ("index.html", "text/html"),
-    "viewer.js": ("viewer.js", "text/javascript"),
+    **{name: (name, "text/javascript") for name in SCRIPTS},
     "style.css": ("style.css", "text/css"),
     "icon.svg": ("icon.svg", "image/svg+xml"),
 }
@@ -163,6 +165,7 @@ def answer(runs: Sequence[RunReader], name: str, query: Mapping[str, str]) -> st
             query["id"],
             sequence=_index(query, "sequence"),
             start=_index(query, "start"),
+            part=query.get("part", RESPONSE),
         ),
     }
     return queries.to_json(by_name[name]())

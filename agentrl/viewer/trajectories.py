@@ -10,9 +10,12 @@ from agentrl.errors import DataError
 from agentrl.trainer.rollouts.token_files import TOKEN_COLUMNS, read_tokens, token_path
 from agentrl.viewer.index import Entry, FileIndex
 from agentrl.viewer.runs import RunReader
+from agentrl.viewer.timeline import describe_timeline
 
 MAX_TOKENS = 500
 """Tokens of one answer."""
+RESPONSE, PROMPT = PARTS = ("response", "prompt")
+"""Parts of a sequence."""
 
 
 def describe_trajectory(run: RunReader, entry_id: str) -> dict[str, Any]:
@@ -26,6 +29,7 @@ def describe_trajectory(run: RunReader, entry_id: str) -> dict[str, Any]:
         **entry.shown(),
         "advantage": index.advantages.get(entry.request_id),
         "file": entry.id.rpartition(":")[0],
+        "timeline": describe_timeline(request),
         "sequences": [_describe_sequence(one, index) for one in sequences],
         "rewards": {"combined_reward": entry.reward} | {key: request.get(key) for key in rewards},
         "ground_truth": request["ground_truth"],
@@ -119,20 +123,27 @@ def _same_row(run: RunReader, entry: Entry) -> list[Entry]:
 
 
 def list_tokens(
-    run: RunReader, entry_id: str, *, sequence: int = -1, start: int = 0
+    run: RunReader, entry_id: str, *, sequence: int = -1, start: int = 0, part: str = RESPONSE
 ) -> dict[str, Any]:
-    """Return at most `MAX_TOKENS` response tokens of one sequence, with all that is known of each.
+    """Return at most `MAX_TOKENS` tokens of one sequence, with all that is known of each.
 
     Args:
         run: The run.
         entry_id: The trajectory.
         sequence: Index of the sequence; -1 for the last one.
-        start: Index of the first token.
+        start: Index of the first token in its part.
+        part: `response` or `prompt`.
+
+    Raises:
+        DataError: If there is no such part.
     """
+    if part not in PARTS:
+        raise DataError(f"no part {part!r} of a sequence", expected=" or ".join(PARTS))
     index, entry = run.entry(entry_id)
     request = index.read(entry)["request"]
     one = [*request["branches"], request][sequence]
-    return tokens_of(run, SavedSequence(one, *_computed(index, one)), start)
+    computed = _computed(index, one) if part == RESPONSE else ({}, "")
+    return tokens_of(run, SavedSequence(one, *computed), start, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,24 +163,15 @@ def read_sequences(index: FileIndex, entry: Entry) -> list[SavedSequence]:
     return [SavedSequence(one, *_computed(index, one)) for one in (*request["branches"], request)]
 
 
-def tokens_of(run: RunReader, saved: SavedSequence, start: int) -> dict[str, Any]:
-    """Return at most `MAX_TOKENS` response tokens from `start`, as `list_tokens` does."""
-    one = saved.request
-    ids, end = one["response_ids"], start + MAX_TOKENS
-    columns: dict[str, list[Any]] = {
-        "id": ids[start:end],
-        "mask": one["loss_mask"][start:end],
-        "rollout_log_probs": one["rollout_log_probs"][start:end],
-    }
-    columns |= {name: values[start:end] for name, values in saved.computed.items()}
-    if "old_log_probs" in columns:
-        columns["ratio"] = [
-            math.exp(min(old - new, 50)) if is_one else None
-            for old, new, is_one in zip(
-                columns["old_log_probs"], columns["rollout_log_probs"], columns["mask"], strict=True
-            )
-        ]
-    columns["version"] = list(_versions(one["turns"], start, min(end, len(ids))))
+def tokens_of(
+    run: RunReader, saved: SavedSequence, start: int, part: str = RESPONSE
+) -> dict[str, Any]:
+    """Return at most `MAX_TOKENS` tokens from `start`, as `list_tokens` does."""
+    one, at = saved.request, slice(start, start + MAX_TOKENS)
+    is_response = part == RESPONSE
+    ids = one["response_ids" if is_response else "prompt_ids"]
+    columns: dict[str, list[Any]] = {"id": ids[at]}
+    columns |= _response_columns(saved, at) if is_response else {"mask": [0] * len(ids[at])}
     if run.tokenizer is not None:
         columns["text"] = [
             run.tokenizer.decode([token], skip_special_tokens=False) for token in columns["id"]
@@ -181,10 +183,29 @@ def tokens_of(run: RunReader, saved: SavedSequence, start: int) -> dict[str, Any
         "start": start,
         "num": len(ids),
         "columns": columns,
-        "turns": turns,
-        "media": _media_spans(one),
-        "note": saved.note,
+        "turns": turns if is_response else [],
+        "media": _media_spans(one, part),
+        "note": saved.note if is_response else "",
     }
+
+
+def _response_columns(saved: SavedSequence, at: slice) -> dict[str, list[Any]]:
+    one = saved.request
+    columns: dict[str, list[Any]] = {
+        "mask": one["loss_mask"][at],
+        "rollout_log_probs": one["rollout_log_probs"][at],
+    }
+    columns |= {name: values[at] for name, values in saved.computed.items()}
+    if "old_log_probs" in columns:
+        columns["ratio"] = [
+            math.exp(min(old - new, 50)) if is_one else None
+            for old, new, is_one in zip(
+                columns["old_log_probs"], columns["rollout_log_probs"], columns["mask"], strict=True
+            )
+        ]
+    end = min(at.stop, len(one["response_ids"]))
+    columns["version"] = list(_versions(one["turns"], at.start, end))
+    return columns
 
 
 def _computed(index: FileIndex, sequence: Mapping[str, Any]) -> tuple[dict[str, list[float]], str]:
@@ -206,13 +227,14 @@ def _computed(index: FileIndex, sequence: Mapping[str, Any]) -> tuple[dict[str, 
     return {}, "the sequence was not in the batch"
 
 
-def _media_spans(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs of placeholder tokens, as indices of response tokens."""
+def _media_spans(request: Mapping[str, Any], part: str) -> list[dict[str, Any]]:
+    """Return the runs of placeholder tokens, as indices of tokens of the part."""
     num_prompt = len(request["prompt_ids"])
+    first = num_prompt if part == RESPONSE else 0
     return [
-        {"kind": run["kind"], "start": run["start"] - num_prompt, "end": run["end"] - num_prompt}
+        {"kind": run["kind"], "start": run["start"] - first, "end": run["end"] - first}
         for run in request.get("media_runs", ())
-        if run["end"] > num_prompt
+        if (run["start"] >= num_prompt) == (part == RESPONSE)
     ]
 
 

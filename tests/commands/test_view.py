@@ -88,6 +88,10 @@ def test_a_wrong_folder_or_step_is_refused(folder: Path, tmp_path: Path):
         (("--sort", "reward"), "--sort needs --terminal"),
         (("--end", "failed"), "--end needs --terminal"),
         (("--text", "x", "--export", "pages"), "--text needs --terminal"),
+        (("--step", 2), "--step needs --export or --terminal"),
+        (("--limit", 5), "--limit needs --export or --terminal"),
+        (("--port", 8800, "--export", "pages"), "--port does not work with --export"),
+        (("--port", 0, "--terminal"), "--port does not work with --terminal"),
         (("--terminal", "--step", 1, "--step", 2, "--step", 3), "compares two steps"),
     ],
 )

@@ -133,6 +133,7 @@ def write_step(folder: Path, step: int, num: int, draw: random.Random) -> None:
         is_failed = draw.random() < 0.03
         line = copy.deepcopy(templates[group % len(QUESTIONS) * 2 + is_failed])
         vary_line(line, step, number, draw)
+        set_times(line["request"])
         lines.append(json.dumps(line) + "\n")
         rows.append(row_of_tokens(line, draw))
     path = rollout_path(folder / "rollouts", step)
@@ -206,6 +207,23 @@ def vary_line(line: dict[str, Any], step: int, number: int, draw: random.Random)
         call.update({"outcome": "timeout", "seconds": 10.0} if draw.random() < 0.5 else {})
     more = " That is what the calculator says." * min(6, int(draw.expovariate(0.7)))
     replace_answer(line, f"It is {number}.{more}", version=step - 1)
+
+
+def set_times(request: dict[str, Any], started: float = 1.7e9) -> None:
+    """Set when the request, its turns, its call and its score began, and how long they took."""
+    metrics, (asking, reply, answer) = request["metrics"], request["turns"]
+    call = asking["calls"][0]
+    asking["seconds_started"] = started + 0.0625
+    call["seconds_started"] = reply["seconds_started"] = started + 0.3125
+    reply["seconds"] = call["queue_seconds"] + call["seconds"]
+    answer["seconds_started"] = started + 0.375 + reply["seconds"]
+    answer["seconds"] = metrics["seconds"] - 1
+    metrics["seconds"] = 0.4375 + reply["seconds"] + answer["seconds"]
+    metrics |= {
+        "seconds_started": started,
+        "seconds_reward_started": started + metrics["seconds"] + 0.125,
+        "seconds_reward": 0.125,
+    }
 
 
 def replace_answer(line: dict[str, Any], answer: str, *, version: int) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +270,29 @@ def test_tokens_show_what_training_computed(address: str, make_tab: Any):
         assert name in detail
     for color in ("ratio", "entropies", "advantages", "version", "rollout_log_probs"):
         tab.page.select_option("#color", color)
-    assert tab.page.locator(".token").nth(3).evaluate("(e) => e.style.background") != ""
+    tab.page.click("#prompt-tokens summary")
+    tab.page.wait_for_selector("#prompt-tokens .token")
+    prompt = tab.page.inner_text("#prompt-tokens .tokens")
+    assert prompt == tab.page.inner_text(".message.user pre")
+    assert (
+        tab.page.locator("#response-tokens .token").nth(3).evaluate("(e) => e.style.background")
+        != ""
+    )
+    tab.check(address)
+
+
+def test_the_time_line_has_states_and_calls(address: str, make_tab: Any):
+    tab = make_tab()
+    tab.open(address, f"trajectory?id={FILE}:17")
+    states = tab.page.locator(".lane.states span").evaluate_all("(all) => all.map((e) => e.title)")
+    kinds = [title.partition(",")[0].partition(":")[0] for title in states]
+    assert kinds == [
+        *("pending", "running", "tool calling", "other", "running", "other", "scoring"),
+    ]  # fmt: skip
+    boxes = [box.bounding_box() for box in tab.page.locator(".lane.states span").all()]
+    assert all(one["x"] + one["width"] <= two["x"] + 3 for one, two in pairwise(boxes))
+    assert tab.page.locator(".lane.calls .kind-queue, .lane.calls .kind-work").count() == 2
+    assert "completed after" in tab.page.inner_text(".timeline .legend")
     tab.check(address)
 
 
@@ -426,8 +449,8 @@ def test_hostile_trajectories_are_inert(tmp_path: Path, make_tab: Any):
                 assert SCRIPT in tab.page.inner_text(".conversation")
                 tab.page.keyboard.press("t")
                 tab.page.wait_for_selector(".token")
-                assert "window.ran" in tab.page.inner_text(".tokens")
-                assert len(tab.page.inner_text(".tokens")) < 20_000
+                assert "window.ran" in tab.page.inner_text("#response-tokens .tokens")
+                assert len(tab.page.inner_text("#response-tokens .tokens")) < 20_000
             check_text(tab)
         tab.open(address, f"trajectory?id={label}:1")
         assert "\\u202eevil" in tab.page.inner_text(".conversation")
@@ -451,7 +474,13 @@ def test_pictures_of_a_trajectory_are_shown(tmp_path: Path, make_tab: Any):
             text = tab.page.inner_text(".conversation")
             assert "[image: 6 tokens]" in text
             assert "read from a/plan.png" in text
-            assert "[image: 4 tokens]" in tab.page.inner_text(".tokens")
+            assert "[image: 4 tokens]" in tab.page.inner_text("#response-tokens .tokens")
+            tab.page.click("#prompt-tokens summary")
+            tab.page.locator("#prompt-tokens .token").first.click()
+            assert "observed" in tab.page.inner_text("#token-detail")
+            assert tab.page.inner_text("#prompt-tokens .tokens").startswith("[image: 6 tokens]")
+            tab.page.keyboard.press("ArrowRight")
+            assert "Index in the prompt6" in tab.page.inner_text("#token-detail").replace("\n", "")
             tab.check(root)
 
 

@@ -33,6 +33,18 @@ def test_an_export_has_the_chosen_step_up_to_the_limit(run: RunReader, tmp_path:
     assert all((tmp_path / "out" / name).is_file() for name in data["files"].values())
 
 
+def test_an_export_has_the_tokens_of_prompt_and_response(run: RunReader, tmp_path: Path):
+    export_runs([run], tmp_path / "out", steps=[2], limit=1)
+    text = (tmp_path / "out" / "trajectories" / "00000.js").read_text()
+    keys = [json.loads(line.split("[", 1)[1].split("] = ")[0]) for line in text.splitlines()]
+    name = "id=rollouts%2Fstep_000002%3A0"
+    assert keys == [
+        f"trajectory?{name}&run=0",
+        f"tokens?{name}&run=0&sequence=0&start=0",
+        f"tokens?{name}&part=prompt&run=0&sequence=0&start=0",
+    ]
+
+
 def test_the_last_step_is_exported_by_default(run: RunReader, tmp_path: Path):
     export_runs([run], tmp_path / "out")
     assert "step?file=rollouts%2Fstep_000003&run=0" in read_data(tmp_path / "out")["answers"]

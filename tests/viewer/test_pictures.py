@@ -73,10 +73,12 @@ def test_messages_have_their_pictures_with_tokens_and_source(folder: Path):
     assert [of_prompt["has_files"], of_tool["has_files"]] == [True, True]
 
 
-def test_the_tokens_of_a_picture_are_a_span_of_the_response(folder: Path):
+def test_the_tokens_of_a_picture_are_a_span_of_their_part(folder: Path):
     tokens = list_tokens(RunReader(folder), f"{LABEL}:0")
     reply = next(turn for turn in tokens["turns"] if turn["role"] == "tool")
     assert tokens["media"] == [{"kind": "image", "start": reply["start"], "end": reply["end"]}]
+    prompt = list_tokens(RunReader(folder), f"{LABEL}:0", part="prompt")
+    assert prompt["media"] == [{"kind": "image", "start": 0, "end": 6}]
 
 
 def test_prompts_that_differ_in_their_picture_are_different_rows(folder: Path):

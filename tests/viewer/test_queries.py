@@ -19,7 +19,13 @@ from agentrl.viewer.queries import Filters
 from agentrl.viewer.runs import RunReader, find_differences
 from agentrl.viewer.steps import describe_step, histogram
 from agentrl.viewer.trajectories import describe_trajectory, list_tokens
-from tests.fakes.viewer_runs import append_metrics, conversation, make_line, write_view_run
+from tests.fakes.viewer_runs import (
+    QUESTIONS,
+    append_metrics,
+    conversation,
+    make_line,
+    write_view_run,
+)
 
 STEP = "rollouts/step_000002"
 
@@ -257,6 +263,16 @@ def test_the_configured_folder_is_first_and_skipped_is_last(folder: Path, tmp_pa
     assert found["rollouts/step_000003"].parent == tmp_path / "rollouts"
 
 
+def test_a_copied_run_shows_its_own_files(folder: Path, tmp_path: Path):
+    copy = shutil.copytree(folder, tmp_path / "other" / "copy")
+    (copy / "rollouts" / "step_000003.jsonl").unlink()
+    run = RunReader(copy)
+    assert list(run.find_files()) == ["rollouts/step_000002", "rollouts/step_000001"]
+    assert {path.parent for path in run.find_files().values()} == {copy / "rollouts"}
+    shutil.rmtree(folder)
+    assert RunReader(copy).tokenizer is not None
+
+
 def test_the_tokenizer_of_a_model_of_the_hub_is_found_in_its_cache(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -351,6 +367,19 @@ def test_tokens_of_a_sequence_are_paged(run: RunReader, monkeypatch: pytest.Monk
     assert page["columns"] == {key: values[20:30] for key, values in whole.items()}
 
 
+def test_tokens_of_the_prompt_are_observed(run: RunReader, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trajectories, "MAX_TOKENS", 20)
+    pages = [list_tokens(run, f"{STEP}:0", start=start, part="prompt") for start in (0, 20, 60)]
+    question = QUESTIONS[0]
+    assert {page["num"] for page in pages} == {len(question)}
+    texts = ["".join(page["columns"]["text"]) for page in pages]
+    assert texts == [question[:20], question[20:40], question[60:]]
+    assert [set(page["columns"]) for page in pages] == [{"id", "mask", "text"}] * 3
+    assert not any(one for page in pages for one in page["columns"]["mask"])
+    with pytest.raises(DataError, match="no part 'answer'"):
+        list_tokens(run, f"{STEP}:0", part="answer")
+
+
 def test_differences_name_the_keys_that_differ():
     first, second = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}, "d": None}
     assert find_differences([first, second]) == [
@@ -393,3 +422,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path):
         RunReader(tmp_path).check()
     with pytest.raises(ConfigError, match="no folder"):
         RunReader(tmp_path / "none").check()
+    write_view_run(tmp_path / "inner")
+    with pytest.raises(ConfigError) as error:
+        RunReader(tmp_path).check()
+    assert error.value.details["runs_in_it"] == "inner"

@@ -1,6 +1,7 @@
 """The server answers only who has its address."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import aiohttp
 import pytest
 
 from agentrl.viewer.runs import RunReader
-from agentrl.viewer.server import ViewServer
+from agentrl.viewer.server import SCRIPTS, STATIC, ViewServer
 from tests.fakes.viewer_runs import write_view_run
 
 
@@ -35,6 +36,15 @@ async def test_the_page_has_a_policy_that_allows_only_its_own_files(server: View
     assert status == 200
     assert policy.startswith("default-src 'self';")
     assert "unsafe" not in policy
+
+
+async def test_every_script_of_the_page_is_served(server: ViewServer):
+    _, page, _ = await get(server.address)
+    assert tuple(re.findall(r'<script src="([^"]+)" defer>', page)) == SCRIPTS
+    assert {path.name for path in STATIC.glob("*.js")} == {*SCRIPTS}
+    for name in SCRIPTS:
+        status, text, _ = await get(server.address + name)
+        assert (status, '"use strict";' in text) == (200, True)
 
 
 async def test_without_the_token_or_with_another_host_nothing_is_served(server: ViewServer):

@@ -32,10 +32,12 @@ import yaml
 
 import agentrl
 from agentrl.atomic_io import atomic_file, naming_path
+from agentrl.cluster.run_status import STATUS_FILE
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.secrets import REDACTED, is_secret_name, without_secrets
 from agentrl.errors import ConfigError
 from agentrl.plugins.environment import num_cores
+from agentrl.trainer.metrics.sinks import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +210,64 @@ STARTED_AS = "started_as"
 STARTS = "starts"
 RESOLVED = "resolved.yaml"
 _GIT_TIMEOUT_S = 5
+
+
+RUN_SIGNS = (LOCK_FILE, METRICS_FILE, STARTS, f"logs/{STATUS_FILE}")
+"""What the folder of a run has, any of them."""
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run."""
+    return any((folder / sign).exists() for sign in RUN_SIGNS)
+
+
+def check_run(folder: Path) -> None:
+    """Check that a folder is that of a run.
+
+    Raises:
+        ConfigError: if it is not. The error names the runs in it.
+    """
+    if folder.is_dir() and is_run(folder):
+        return
+    what = f"{folder} is not the folder of a run" if folder.exists() else f"no folder {folder}"
+    inner = [path.name for path in sorted(folder.glob("*")) if is_run(path)]
+    raise ConfigError(
+        what,
+        expected=f"a folder with {', '.join(RUN_SIGNS)}: trainer.default_local_dir of a run",
+        runs_in_it=", ".join(inner) or None,
+    )
+
+
+def move_paths(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Copy a recorded configuration with the paths in the run's folder changed to where it is now.
+
+    Paths that are relative to where the run was started are changed if they are in the folder now.
+
+    Args:
+        config: The resolved configuration of a start of the run.
+        folder: The run's folder: it may be a copy, or may have been moved.
+    """
+    recorded = (config.get("trainer") or {}).get("default_local_dir")
+    if recorded is None or Path(recorded).resolve() == folder.resolve():
+        return dict(config)
+    return _move(config, Path(recorded), folder.resolve())
+
+
+def _move(tree: Any, recorded: Path, run: Path) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _move(value, recorded, run) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_move(value, recorded, run) for value in tree]
+    if not isinstance(tree, str):
+        return tree
+    if Path(tree).is_relative_to(recorded):
+        return str(run / Path(tree).relative_to(recorded))
+    for start in range(1, len(recorded.parts)):
+        folder = Path(*recorded.parts[start:])
+        if Path(tree).is_relative_to(folder):
+            moved = run / Path(tree).relative_to(folder)
+            return str(moved) if moved != run and moved.exists() else tree
+    return tree
 
 
 def find_last_start(folder: Path) -> Path | None:

@@ -11,7 +11,7 @@ import yaml
 
 from agentrl import Trainer, load_config
 from agentrl.config import RunConfig, parse_config
-from agentrl.trainer.state.run_folder import changed_keys, write_start
+from agentrl.trainer.state.run_folder import changed_keys, move_paths, write_start
 from tests.fakes.runs import tiny_run
 
 
@@ -82,3 +82,18 @@ def test_checkpoint_names_its_start_and_a_resumed_run_what_has_changed(
     assert "the run's configuration differs from the checkpoint's" in out
     assert "  changed: actor.optim.lr: 0.001 -> 0.5\n" in out
     assert out.count("changed:") == 1
+
+
+def test_paths_in_the_folder_of_a_run_that_was_moved_are_changed(tmp_path: Path):
+    run = tmp_path / "copy"
+    (run / "policy").mkdir(parents=True)
+    config = {
+        "trainer": {"default_local_dir": "/home/runs/a", "rollout_data_dir": "/home/runs/a/x"},
+        "paths": ["runs/a/policy", "runs/a/missing", "/other/a/policy", "a", 5, None],
+    }
+    assert move_paths(config, run) == {
+        "trainer": {"default_local_dir": str(run), "rollout_data_dir": f"{run}/x"},
+        "paths": [f"{run}/policy", "runs/a/missing", "/other/a/policy", "a", 5, None],
+    }
+    assert move_paths(config, Path("/home/runs/a")) == config
+    assert move_paths({"model": {}}, run) == {"model": {}}
