@@ -1,5 +1,6 @@
 """The commands and their options. Each command imports what it needs when it runs."""
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -244,10 +245,19 @@ def view(
         _option("Trajectories of a file to export (1000) or print (20).", min=1),
     ] = None,
     sort: Annotated[
-        str, typer.Option(help="Order of --terminal: reward, -reward, tokens, seconds, ...")
+        str,
+        _option(
+            "Order of --terminal: id, reward, tokens, turns, seconds, calls, step, end, source or "
+            "trained; -reward reverses it. Default: as saved."
+        ),
     ] = "",
-    end: Annotated[str, typer.Option(help="Only this end, in --terminal.")] = "",
-    text: Annotated[str, typer.Option(help="Only with this text, in --terminal.")] = "",
+    end: Annotated[str, _option("Only this end, in --terminal.")] = "",
+    tool: Annotated[str, _option("Only with a call of this tool, in --terminal.")] = "",
+    outcome: Annotated[str, _option("Only with such a call (of --tool), in --terminal.")] = "",
+    source: Annotated[str, _option("Only of this data source, in --terminal.")] = "",
+    min_reward: Annotated[float | None, _option("Least reward, in --terminal.")] = None,
+    max_reward: Annotated[float | None, _option("Only smaller rewards, in --terminal.")] = None,
+    text: Annotated[str, _option("Only with this text, in --terminal.")] = "",
 ) -> None:
     """Show runs."""
     from agentrl.commands.view import ViewOptions, view_runs
@@ -263,7 +273,16 @@ def view(
         steps=step or (),
         limit=limit,
         is_terminal=terminal,
-        filters=Filters.of({"sort": sort, "end": end, "text": text}),
+        filters=Filters(
+            sort=sort,
+            end=end,
+            tool=tool,
+            outcome=outcome,
+            source=source,
+            text=text,
+            min_reward=-math.inf if min_reward is None else min_reward,
+            max_reward=math.inf if max_reward is None else max_reward,
+        ),
     )
     view_runs(folders, options, say)
 

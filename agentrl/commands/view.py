@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from rich.console import Console
@@ -65,12 +65,14 @@ def _print(runs: Sequence[RunReader], options: ViewOptions) -> None:
             saved = sorted({int(label.rpartition("_")[2]) for label in labels})
             expected = f"one of {', '.join(map(str, saved))}" if saved else "saved rollouts"
             raise ConfigError(f"no rollouts of step {step}", expected=expected)
-    if end := options.filters.end:
-        files = [(run, run.find_steps(options.steps)[0]) for run in runs]
-        ends = {name for run, file in files if file for name in list_choices(run, file)["ends"]}
-        if ends and end not in ends:
-            expected = f"one of {', '.join(sorted(ends - {''}))}"
-            raise ConfigError(f"no trajectory has the end {end!r}", expected=expected)
+    files = [(run, run.find_steps(options.steps)[0]) for run in runs]
+    choices = [list_choices(run, file) for run, file in files if file]
+    for name in ("end", "tool", "outcome", "source"):
+        wanted = getattr(options.filters, name)
+        known = {one for of_file in choices for one in of_file[f"{name}s"]} - {""}
+        if wanted and choices and wanted not in known:
+            expected = f"one of {', '.join(sorted(known))}" if known else f"no --{name}"
+            raise ConfigError(f"no trajectory has the {name} {wanted!r}", expected=expected)
     console = Console(highlight=False)
     limit = options.limit or 20
     print_lists(runs, options.filters, console, limit=limit, steps=options.steps)
@@ -81,8 +83,9 @@ def _check(options: ViewOptions) -> None:
     if options.is_terminal and options.export is not None:
         raise ConfigError("--export and --terminal exclude each other", expected="one of them")
     chosen, is_exported = options.filters, options.export is not None
-    for name, is_given in (("sort", chosen.sort), ("end", chosen.end), ("text", chosen.text)):
-        if is_given and not options.is_terminal:
+    for field_ in fields(chosen):
+        if getattr(chosen, field_.name) != field_.default and not options.is_terminal:
+            name = field_.name.replace("_", "-")
             raise ConfigError(f"--{name} needs --terminal", expected=f"--terminal, or no --{name}")
     for name, is_given in (("step", options.steps), ("limit", options.limit is not None)):
         if is_given and not (options.is_terminal or is_exported):

@@ -23,7 +23,11 @@ _SORTS = ("id", "reward", "tokens", "turns", "seconds", "calls", "step", "end", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """Which trajectories a list shows, and in which order."""
+    """Which trajectories a list shows, and in which order.
+
+    Raises:
+        DataError: If the order is unknown.
+    """
 
     file: str = ""
     """Label of a file; empty: all files."""
@@ -47,16 +51,18 @@ class Filters:
         """Read the parameters of a query.
 
         Raises:
-            DataError: If a number or the order is not valid.
+            DataError: If a number is not valid.
         """
         texts = ("file", "end", "tool", "outcome", "source", "uid", "text", "sort")
         values: dict[str, Any] = {key: query.get(key, "") for key in texts}
         for key in ("min_reward", "max_reward"):
             if query.get(key):
                 values[key] = read_number(query, key)
-        if values["sort"].removeprefix("-") not in ("", *_SORTS):
-            raise DataError(f"unknown order {values['sort']!r}", expected=", ".join(_SORTS))
         return cls(**values)
+
+    def __post_init__(self) -> None:
+        if self.sort.removeprefix("-") not in ("", *_SORTS):
+            raise DataError(f"unknown order {self.sort!r}", expected=", ".join(_SORTS))
 
     def select(self, index: FileIndex) -> list[Entry]:
         """Return the trajectories of a file that a list with these filters has."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +27,8 @@ _METRICS = {
 """Columns of the table of steps, and the metrics of which each shows the first that there is."""
 _MAX_ANSWER = 24
 """Characters of the last answer."""
+_LEFT_OUT = ("last answer", "calls", "seconds", "turns", "advantage")
+"""Columns of trajectories that a narrow terminal does not show, in this order."""
 _MAX_CELL = 200
 """Characters of a cell."""
 _MAX_GROUPS = 10
@@ -69,7 +72,7 @@ def print_lists(
             tables.append(_compared_table(run, file, others[0]))
         for table in tables:
             console.print(table)
-        console.print(_trajectories_table(run, chosen, limit))
+        console.print(_trajectories_table(run, chosen, limit, console.width))
 
 
 def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
@@ -183,13 +186,24 @@ def _groups_table(step: Mapping[str, Any]) -> Table:
     return table
 
 
-def _trajectories_table(run: RunReader, filters: Filters, limit: int) -> Table:
+def _trajectories_table(run: RunReader, filters: Filters, limit: int, width: int) -> Table:
     found = list_trajectories(run, filters, limit=limit)
-    columns = ("reward", "advantage", "turns", "tokens", "calls", "seconds")
+    numbers = ("reward", "advantage", "turns", "tokens", "calls", "seconds")
+    columns = {
+        "request": _cells(*(row["request_id"] for row in found["rows"])),
+        "end": _cells(*(row["end"] for row in found["rows"])),
+        **{name: _cells(*(row[name] for row in found["rows"])) for name in numbers},
+        "last answer": _cells(*(row["excerpt"][-_MAX_ANSWER:] for row in found["rows"])),
+    }
+    widths = {
+        name: 1 + max(cell_len(name), *(cell.cell_len for cell in cells), 0)
+        for name, cells in columns.items()
+    }
+    for name in _LEFT_OUT:
+        if sum(widths.values()) > width:
+            del columns[name], widths[name]
     title = f"Trajectories: {len(found['rows'])} of {found['total']}"
-    table = _table(title, "request", "end", *columns, "last answer", numbers=columns)
-    for row in found["rows"]:
-        answer = row["excerpt"][-_MAX_ANSWER:]
-        numbers = (row[key] for key in columns)
-        table.add_row(*_cells(row["request_id"], row["end"], *numbers, answer))
+    table = _table(title, *columns, numbers=numbers)
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
     return table

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from agentrl.trainer.rollouts.line_files import LineReader
+
 CLOCKS_OF_METRICS = re.compile(
     r"timing_s/.*|weight_sync/seconds|reward/seconds/.*|"
     r"perf/(throughput|time_per_step|max_.*|tokens_per_s/.*|mfu/.*|idle/.*)|"
@@ -17,6 +19,8 @@ CLOCKS_OF_RECORDS = re.compile(r"(queue_)?seconds(_.*)?|started_as")
 APART = re.compile(r"metrics\.\d+\.jsonl|started|starts/.*|(.*/)?(manifest\.json|digests\.jsonl)")
 """Files that are not compared: metrics of an attempt without a checkpoint, the date, the record of
 each start, and checksums (one is of a file with seconds; the files themselves are compared)."""
+
+LINES = re.compile(r".*\.jsonl(\.zst)?")
 
 
 def differences(ours: Path, theirs: Path) -> list[str]:
@@ -35,7 +39,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _compare(ours: Path, theirs: Path, *folders: Path) -> Iterator[str]:
-    if ours.name not in ("state.json", "summary.json") and ours.suffix != ".jsonl":
+    if ours.name not in ("state.json", "summary.json") and not LINES.fullmatch(ours.name):
         if ours.read_bytes() != theirs.read_bytes():
             yield "other bytes"
         return
@@ -49,10 +53,11 @@ def _compare(ours: Path, theirs: Path, *folders: Path) -> Iterator[str]:
 
 
 def _records(file: Path, folders: Iterable[Path]) -> list[Any]:
-    text = file.read_text(encoding="utf-8")
+    with LineReader(file) as reader:
+        text = reader.read().decode()
     for folder in folders:
         text = text.replace(f"{folder}/", "RUN/")
-    if file.suffix == ".jsonl":
+    if LINES.fullmatch(file.name):
         return [json.loads(line) for line in text.splitlines()]
     return [json.loads(text)]
 

@@ -94,6 +94,7 @@ def test_what_is_only_for_looking_at_ends_no_run(train: Train, tmp_path: Path):
         trainer__plot=True,
         trainer__logger=["console", "jsonl", "tensorboard"],
         trainer__validation_data_dir=str(folder / "val"),
+        trainer__compress_rollouts=False,
     )
     assert output.code == 0, output
     assert f"rollouts not written: [Errno 27] cannot write: File too large: '{folder}/val" in (
