@@ -258,6 +258,7 @@ def view(
     min_reward: Annotated[float | None, _option("Least reward, in --terminal.")] = None,
     max_reward: Annotated[float | None, _option("Only smaller rewards, in --terminal.")] = None,
     text: Annotated[str, _option("Only with this text, in --terminal.")] = "",
+    request: Annotated[str, _option("Print this trajectory, in --terminal.")] = "",
 ) -> None:
     """Show runs."""
     from agentrl.commands.view import ViewOptions, view_runs
@@ -273,6 +274,7 @@ def view(
         steps=step or (),
         limit=limit,
         is_terminal=terminal,
+        request=request,
         filters=Filters(
             sort=sort,
             end=end,

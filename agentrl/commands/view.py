@@ -12,7 +12,7 @@ from agentrl.viewer.export import export_runs
 from agentrl.viewer.queries import Filters, list_choices
 from agentrl.viewer.runs import RunReader
 from agentrl.viewer.server import ViewServer
-from agentrl.viewer.terminal import print_lists
+from agentrl.viewer.terminal import print_lists, print_trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,8 @@ class ViewOptions:
     is_terminal: bool = False
     filters: Filters = field(default_factory=Filters)
     """For the terminal."""
+    request: str = ""
+    """Id of the request that the terminal shows instead of lists."""
 
 
 def view_runs(folders: Sequence[Path], options: ViewOptions, say: Callable[[str], None]) -> None:
@@ -74,6 +76,9 @@ def _print(runs: Sequence[RunReader], options: ViewOptions) -> None:
             expected = f"one of {', '.join(sorted(known))}" if known else f"no --{name}"
             raise ConfigError(f"no trajectory has the {name} {wanted!r}", expected=expected)
     console = Console(highlight=False)
+    if options.request:
+        print_trajectory(runs, options.request, console)
+        return
     limit = options.limit or 20
     print_lists(runs, options.filters, console, limit=limit, steps=options.steps)
 
@@ -83,9 +88,10 @@ def _check(options: ViewOptions) -> None:
     if options.is_terminal and options.export is not None:
         raise ConfigError("--export and --terminal exclude each other", expected="one of them")
     chosen, is_exported = options.filters, options.export is not None
-    for field_ in fields(chosen):
-        if getattr(chosen, field_.name) != field_.default and not options.is_terminal:
-            name = field_.name.replace("_", "-")
+    given = [one.name for one in fields(chosen) if getattr(chosen, one.name) != one.default]
+    for name in [*given, *(["request"] if options.request else [])]:
+        if not options.is_terminal:
+            name = name.replace("_", "-")
             raise ConfigError(f"--{name} needs --terminal", expected=f"--terminal, or no --{name}")
     for name, is_given in (("step", options.steps), ("limit", options.limit is not None)):
         if is_given and not (options.is_terminal or is_exported):

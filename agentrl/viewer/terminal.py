@@ -1,4 +1,4 @@
-"""The lists of the viewer as tables in a terminal."""
+"""The lists of the viewer as tables in a terminal, and one trajectory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.errors import printable
+from agentrl.config.schema.reward import RewardConfig
+from agentrl.errors import ConfigError, printable
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.trainer.rollouts.transcript import Decode, print_transcript, read_transcript
 from agentrl.viewer.queries import Filters, list_runs, list_trajectories
 from agentrl.viewer.runs import RunReader
 from agentrl.viewer.steps import describe_step, tool_name
@@ -29,6 +32,9 @@ _MAX_ANSWER = 24
 """Characters of the last answer."""
 _LEFT_OUT = ("last answer", "calls", "seconds", "turns", "advantage")
 """Columns of trajectories that a narrow terminal does not show, in this order."""
+_NO_ROLLOUTS = "saved rollouts (trainer.rollout_data_dir)"
+_GAP = 2
+"""Spaces between columns."""
 _MAX_CELL = 200
 """Characters of a cell."""
 _MAX_GROUPS = 10
@@ -46,6 +52,9 @@ def print_lists(
 ) -> None:
     """Print the runs, and for each run its metrics, one step and its trajectories.
 
+    With filters or an order, only the trajectories are printed. Further runs are compared with the
+    first one.
+
     Args:
         runs: The runs.
         filters: Those of the trajectories.
@@ -53,26 +62,58 @@ def print_lists(
         limit: Trajectories of a run.
         steps: The step to print, and one to compare it with; none: the last one.
     """
-    for table in _run_tables(runs):
-        console.print(table)
+    is_list = filters != Filters()
+    tables: list[Table | Text] = [] if is_list else [*_run_tables(runs)]
+    first: tuple[RunReader, str] | None = None
     for run in runs:
-        console.print(_metrics_table(run))
-        if not run.find_files():
-            line = f"{printable(run.name)}: no saved rollouts (trainer.rollout_data_dir)"
-            console.print(line, markup=False)
-            continue
+        if not is_list:
+            tables.append(_metrics_table(run))
         file, *others = run.find_steps(steps)
         if file is None:
-            line = f"{printable(run.name)}: no rollouts of step {steps[0]}"
-            console.print(line, markup=False)
+            missing = f"rollouts of step {steps[0]}" if run.find_files() else _NO_ROLLOUTS
+            tables.append(Text(f"{printable(run.name)}: no {missing}"))
             continue
-        chosen = replace(filters, file=file)
-        tables = _step_tables(run, file)
-        if others and others[0] is not None:
-            tables.append(_compared_table(run, file, others[0]))
-        for table in tables:
-            console.print(table)
-        console.print(_trajectories_table(run, chosen, limit, console.width))
+        first = first or (run, file)
+        if not is_list:
+            tables += _step_tables(run, file)
+            compared = [(run, others[0])] if others and others[0] is not None else []
+            tables += [
+                _compared_table((run, file), other)
+                for other in [*compared, *([] if run is first[0] else [first])]
+            ]
+        tables.append(_trajectories_table(run, replace(filters, file=file), limit, console.width))
+    for table in tables:
+        console.print(table)
+
+
+def print_trajectory(runs: Sequence[RunReader], request_id: str, console: Console) -> None:
+    """Print the conversation of a trajectory with its tokens, calls, end and reward.
+
+    Raises:
+        ConfigError: If no saved rollout has the request.
+    """
+    for run in runs:
+        for label in run.find_files():
+            index = run.index(label)
+            for entry in index.entries:
+                if entry.request_id == request_id:
+                    request = AsyncRolloutRequest.model_validate(index.read(entry)["request"])
+                    reward = RewardConfig.model_validate(run.config.get("reward") or {})
+                    console.print(Text(f"{run.folder}: {label}"))
+                    print_transcript(console, read_transcript(request, _decoder(run), reward))
+                    return
+    raise ConfigError(
+        f"no saved rollout of request {request_id!r}",
+        key="--request",
+        expected="a value of the column request",
+    )
+
+
+def _decoder(run: RunReader) -> Decode:
+    """Return how tokens become text; without the tokenizer, their ids are shown."""
+    if (tokenizer := run.tokenizer) is None:
+        return lambda ids: "".join(f"{one} " for one in ids)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
@@ -129,16 +170,24 @@ def _first(line: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((line[name] for name in names if line.get(name) is not None), None)
 
 
-def _compared_table(run: RunReader, file: str, other: str) -> Table:
-    here, there = (dict(describe_step(run, label)["summary"]) for label in (file, other))
-    columns = [label.rpartition("/")[2] for label in (file, other)]
+def _compared_table(here: tuple[RunReader, str], there: tuple[RunReader, str]) -> Table:
+    sides = (here, there)
+    first, second = (dict(describe_step(run, label)["summary"]) for run, label in sides)
+    columns = [label.rpartition("/")[2] for _, label in sides]
+    if here[0] is not there[0]:
+        columns = [f"{run.name}: {name}" for (run, _), name in zip(sides, columns, strict=True)]
     table = _table("Compared", "figure", *columns, "change", numbers=(*columns, "change"))
-    for name in dict.fromkeys((*here, *there)):
+    for name in dict.fromkeys((*first, *second)):
         default = 0.0 if name.endswith("share") else None
-        values = here.get(name, default), there.get(name, default)
+        values = first.get(name, default), second.get(name, default)
         change = None if None in values else f"{values[0] - values[1]:+.4g}"
         table.add_row(*_cells(name, *values, change))
     return table
+
+
+def _end_of(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_ANSWER else f"…{line[1 - _MAX_ANSWER :]}"
 
 
 def _step_tables(run: RunReader, file: str) -> list[Table | Text]:
@@ -193,14 +242,14 @@ def _trajectories_table(run: RunReader, filters: Filters, limit: int, width: int
         "request": _cells(*(row["request_id"] for row in found["rows"])),
         "end": _cells(*(row["end"] for row in found["rows"])),
         **{name: _cells(*(row[name] for row in found["rows"])) for name in numbers},
-        "last answer": _cells(*(row["excerpt"][-_MAX_ANSWER:] for row in found["rows"])),
+        "last answer": _cells(*(_end_of(row["excerpt"]) for row in found["rows"])),
     }
     widths = {
-        name: 1 + max(cell_len(name), *(cell.cell_len for cell in cells), 0)
+        name: _GAP + max(cell_len(name), *(cell.cell_len for cell in cells), 0)
         for name, cells in columns.items()
     }
     for name in _LEFT_OUT:
-        if sum(widths.values()) > width:
+        if sum(widths.values()) + 1 > width:
             del columns[name], widths[name]
     title = f"Trajectories: {len(found['rows'])} of {found['total']}"
     table = _table(title, *columns, numbers=numbers)

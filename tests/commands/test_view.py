@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from agentrl.cli.app import app
 from agentrl.errors import ConfigError
+from tests.fakes.runs import read_lines
 from tests.fakes.viewer_runs import write_view_run
 
 
@@ -18,8 +19,8 @@ def folder(tmp_path: Path) -> Path:
     return write_view_run(tmp_path / "run")
 
 
-def view(*arguments: object) -> str:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["view", *map(str, arguments)])
+def view(*arguments: object, columns: int = 200) -> str:
+    result = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["view", *map(str, arguments)])
     if result.exception is not None:
         raise result.exception
     return result.output
@@ -34,9 +35,45 @@ def test_the_terminal_shows_the_newest_step(folder: Path):
 
 def test_the_terminal_sorts_and_filters(folder: Path):
     shown = view(folder, "--terminal", "--step", 2, "--text", "it is 7.")
-    assert "rollouts/step_000002" in shown
     assert "Trajectories: 1 of 1" in shown
     assert "train-2-7" in shown
+
+
+def test_a_filtered_list_is_printed_alone(folder: Path):
+    shown = view(folder, "--terminal", "--sort", "reward", "--limit", 2)
+    assert shown.startswith("Trajectories: 2 of 16")
+    assert "Ends" in view(folder, "--terminal")
+
+
+def test_the_terminal_filters_as_the_page_does(folder: Path):
+    rows = [row["request"] for row in read_lines(folder / "rollouts/step_000003.jsonl")]
+    high = sum(row["reward"] >= 0.5 for row in rows)
+    assert f" of {high} " in view(folder, "--terminal", "--min-reward", 0.5)
+    assert f" of {16 - high} " in view(folder, "--terminal", "--max-reward", 0.5)
+    calls = [[call for turn in row["turns"] for call in turn["calls"]] for row in rows]
+    bad = sum(any(call["outcome"] != "ok" for call in one) for one in calls)
+    outcome = next(call["outcome"] for one in calls for call in one if call["outcome"] != "ok")
+    assert f" of {bad} " in view(folder, "--terminal", "--outcome", outcome)
+    with pytest.raises(ConfigError, match="no trajectory has the tool 'none'"):
+        view(folder, "--terminal", "--tool", "none")
+
+
+def test_a_narrow_terminal_leaves_columns_out_and_cuts_none(folder: Path):
+    shown = view(folder, "--terminal", "--sort", "id", columns=60)
+    row = read_lines(folder / "rollouts/step_000003.jsonl")[0]["request"]
+    assert f" {row['request_id']} " in shown
+    assert f" {row['stop_reason']} " in shown
+    assert "last answer" not in shown
+    assert max(map(len, shown.splitlines())) <= 60
+
+
+def test_the_terminal_prints_a_trajectory(folder: Path):
+    row = read_lines(folder / "rollouts/step_000003.jsonl")[0]["request"]
+    shown = view(folder, "--terminal", "--request", row["request_id"])
+    assert f"=== request {row['request_id']}" in shown
+    assert "--- end" in shown
+    with pytest.raises(ConfigError, match="no saved rollout of request 'none'"):
+        view(folder, "--terminal", "--request", "none")
 
 
 def test_the_terminal_compares_two_steps(folder: Path):
@@ -46,6 +83,13 @@ def test_the_terminal_compares_two_steps(folder: Path):
     reward = next(line for line in figures.splitlines() if line.strip().startswith("reward"))
     here, there, change = (float(cell) for cell in reward.split()[1:])
     assert change == pytest.approx(here - there, abs=1e-3)
+
+
+def test_the_terminal_compares_two_runs(folder: Path, tmp_path: Path):
+    other = write_view_run(tmp_path / "other")
+    shown = view(folder, other, "--terminal", "--step", 2)
+    assert shown.count("Compared") == 1
+    assert "other: step_000002" in shown
 
 
 def test_the_terminal_shows_how_configurations_differ(folder: Path, tmp_path: Path):
