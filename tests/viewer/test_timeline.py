@@ -111,13 +111,14 @@ def test_many_calls_at_the_same_time_are_cut_with_a_note():
 
 def test_a_sub_agent_has_a_lane_and_a_sequence_before_a_compaction_has_none():
     request = make_request(make_turn("assistant", 5, 1), seconds=6)
-    delegate = make_request(make_turn("assistant", 5.25, 0.5))
+    delegate = make_request(make_turn("assistant", 5.25, 0.5)) | {"branch_cause": "delegate"}
     earlier = make_request(make_turn("assistant", 1, 3))
     line = describe_timeline({**request, "branches": [earlier, delegate]})
     assert [shown(lane) for lane in line["states"]] == [
         [("pending", 0, 1), ("running", 1, 3), ("other", 4, 1), ("running", 5, 1)],
         [("running", 5.25, 0.5)],
     ]
+    assert line["states"][1][0].note == "turn 0 (delegate)"
 
 
 def test_a_request_without_turns_was_pending():
