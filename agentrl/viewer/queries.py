@@ -74,8 +74,9 @@ class Filters:
             found = [one for one in found if any(map(self._is_asked, one.calls))]
         for compare, limit in ((ge, self.min_reward), (lt, self.max_reward)):
             if abs(limit) < math.inf:
-                known = (one for one in found if one.reward is not None)
-                found = [one for one in known if compare(one.reward, limit)]
+                found = [
+                    one for one in found if one.reward is not None and compare(one.reward, limit)
+                ]
         if text := self.text.lower():
             found = [one for one in found if index.contains(one, text)]
         return found

@@ -47,18 +47,19 @@ class _Timed(NamedTuple):
 
     def states(self) -> Iterator[Bar]:
         """Yield the states that the turns recorded."""
-        turns = self.sequence["turns"]
+        turns, cause = self.sequence["turns"], self.sequence.get("branch_cause")
+        of = f" ({str(cause)[:100]})" if cause else ""
         for number, (turn, start) in enumerate(zip(turns, self.starts, strict=True)):
             if seconds := _number(turn["seconds"]):
                 kind = _STATE_OF_ROLE.get(turn["role"], "other")
-                yield Bar(kind, start, seconds, f"turn {turn['index']}")
+                yield Bar(kind, start, seconds, f"turn {turn['index']}{of}")
             # Without a turn of results, as if a tool ended the request, the calls have the time.
             is_answered = [one["role"] for one in turns[number + 1 : number + 2]] == ["tool"]
             calls = [] if is_answered else list(self._calls_of(turn, start))
             if calls:
                 first = min(bars[0].start for bars in calls)
                 last = max(bars[-1].end for bars in calls)
-                yield Bar("tool_calling", first, last - first, f"calls of turn {turn['index']}")
+                yield Bar("tool_calling", first, last - first, f"calls of turn {turn['index']}{of}")
 
     def calls(self) -> Iterator[list[Bar]]:
         """Yield the time in queues and at work of each executed call."""

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from agentrl.config.schema.reward import RewardConfig
+from agentrl.media.records import Video
 from agentrl.messages import FunctionCall, Message, ToolCall
 from agentrl.rollout.records import CallRecord
 from agentrl.rollout.states import StopReason
@@ -185,6 +187,22 @@ def write_picture_step(folder: Path, step: int, num: int = 2) -> list[str]:
     rollout_path(folder / "rollouts", step).write_text("".join(lines))
     write_pictures(folder / "rollouts", collector.take())
     return names
+
+
+def write_video_step(folder: Path, step: int) -> None:
+    """Write a trajectory with a video in the prompt: a red frame, then two blue ones."""
+    colors = np.array([(200, 20, 20), (20, 20, 200), (20, 20, 200)], np.uint8)
+    frames = np.broadcast_to(colors[:, None, None], (3, 48, 64, 3))
+    collector = PictureCollector()
+    line = json.loads(make_line(conversation("Which?", "a part", "red"), "red", reason=ANSWERED))
+    request, line["step"] = line["request"], step
+    text = {"type": "text", "text": "Which?"}
+    request["messages"][0]["content"] = [{"type": "video"}, text]
+    request["multi_modal_data"] = {"video": [collector.plain(Video(frames, 2.0))]}
+    run = {"start": 0, "end": 5, "kind": "video", "index": 0, "offset": 0, "source": ""}
+    request["media_runs"] = [run]
+    rollout_path(folder / "rollouts", step).write_text(json.dumps(line) + "\n")
+    write_pictures(folder / "rollouts", collector.take())
 
 
 def vary_line(line: dict[str, Any], step: int, number: int, draw: random.Random) -> None:

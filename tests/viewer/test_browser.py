@@ -27,6 +27,7 @@ from tests.fakes.viewer_runs import (
     make_line,
     write_picture_step,
     write_step,
+    write_video_step,
     write_view_run,
 )
 
@@ -482,6 +483,36 @@ def test_pictures_of_a_trajectory_are_shown(tmp_path: Path, make_tab: Any):
             tab.page.keyboard.press("ArrowRight")
             assert "Index in the prompt6" in tab.page.inner_text("#token-detail").replace("\n", "")
             tab.check(root)
+
+
+def test_a_video_is_shown_by_its_first_frame(tmp_path: Path, make_tab: Any):
+    folder = write_view_run(tmp_path / "run", num_steps=1)
+    write_video_step(folder, 7)
+    export_runs([RunReader(folder)], tmp_path / "out", steps=[7])
+    pixel = """async () => {
+      const image = document.images[0], canvas = document.createElement("canvas");
+      await image.decode();
+      const context = canvas.getContext("2d");
+      context.drawImage(image, 0, 0);
+      return [image.naturalWidth, image.naturalHeight, ...context.getImageData(9, 9, 1, 1).data];
+    }"""
+    with serving(folder) as address:
+        tab = make_tab()
+        tab.open(address, "trajectory?id=rollouts/step_000007:0")
+        assert tab.page.evaluate(pixel) == [64, 48, 200, 20, 20, 255]
+        text = tab.page.inner_text(".conversation")
+        assert "[video: 5 tokens]" in text
+        assert "64 x 48, 3 frames" in text
+        tab.page.keyboard.press("t")
+        tab.page.click("#prompt-tokens summary")
+        tab.page.wait_for_selector("#prompt-tokens .token")
+        shown = tab.page.inner_text("#prompt-tokens .tokens")
+        assert shown == "[video: 5 tokens]?"
+        tab.check(address)
+    tab = make_tab()
+    tab.open((tmp_path / "out" / "index.html").as_uri(), "trajectory?id=rollouts/step_000007:0")
+    tab.wait_until("document.images[0]?.naturalWidth === 64")
+    tab.check((tmp_path / "out").as_uri())
 
 
 def test_a_step_is_compared_with_another_one(large: Path, address: str, make_tab: Any):

@@ -8,14 +8,16 @@ from typing import Any
 from urllib.parse import urlencode
 
 import aiohttp
+import numpy as np
 import pytest
+from PIL import Image
 
 from agentrl.trainer.rollouts.files import read_trajectories
 from agentrl.viewer.export import export_runs
 from agentrl.viewer.runs import RunReader
 from agentrl.viewer.server import ViewServer
 from agentrl.viewer.trajectories import describe_trajectory, list_tokens
-from tests.fakes.viewer_runs import write_picture_step, write_view_run
+from tests.fakes.viewer_runs import write_picture_step, write_video_step, write_view_run
 
 LABEL = "rollouts/step_000005"
 SECRET = b"the content of another file"
@@ -99,6 +101,20 @@ def test_pictures_without_a_part_in_a_message_are_shown_at_the_end(folder: Path)
     path.write_text(json.dumps(line) + "\n")
     sequence = describe_trajectory(RunReader(folder), f"{LABEL}:0")["sequences"][0]
     assert [one["height"] for one in sequence["pictures"]] == [24]
+
+
+def test_a_video_is_shown_by_its_first_frame(folder: Path):
+    write_video_step(folder, 6)
+    run = RunReader(folder)
+    (saved,) = read_trajectories(folder / "rollouts" / "step_000006.jsonl")
+    video = saved.request.multi_modal_data["video"][0]
+    picture = describe_trajectory(run, "rollouts/step_000006:0")["sequences"][0]["messages"][0]
+    shown = picture["content"][0]["picture"]
+    assert (shown["kind"], shown["frames"], shown["num_tokens"]) == ("video", 3, 5)
+    assert shown["has_files"]
+    with Image.open(folder / "rollouts" / shown["thumbnail"]) as thumbnail:
+        assert np.array_equal(np.asarray(thumbnail), video.frames[0])
+    assert not np.array_equal(video.frames[0], video.frames[1])
 
 
 async def test_pictures_that_lines_name_are_served(server: ViewServer, folder: Path):

@@ -1,5 +1,6 @@
 """The time line of states follows from what a saved request recorded."""
 
+import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -8,8 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.engines.scripted import ScriptedAnswer
+from agentrl.rollout.runner import run_request
 from agentrl.viewer.timeline import NO_CLOCK, Bar, describe_timeline
 from tests.fakes.finished_requests import finished_requests
+from tests.fakes.plugins import (
+    FakeTool,
+    FakeUser,
+    calling,
+    make_context,
+    make_engine,
+)
+from tests.fakes.plugins import (
+    make_request as make_pending,
+)
 
 START = 1000.0
 
@@ -98,13 +111,14 @@ def test_many_calls_at_the_same_time_are_cut_with_a_note():
 
 def test_a_sub_agent_has_a_lane_and_a_sequence_before_a_compaction_has_none():
     request = make_request(make_turn("assistant", 5, 1), seconds=6)
-    delegate = make_request(make_turn("assistant", 5.25, 0.5))
+    delegate = make_request(make_turn("assistant", 5.25, 0.5)) | {"branch_cause": "delegate"}
     earlier = make_request(make_turn("assistant", 1, 3))
     line = describe_timeline({**request, "branches": [earlier, delegate]})
     assert [shown(lane) for lane in line["states"]] == [
         [("pending", 0, 1), ("running", 1, 3), ("other", 4, 1), ("running", 5, 1)],
         [("running", 5.25, 0.5)],
     ]
+    assert line["states"][1][0].note == "turn 0 (delegate)"
 
 
 def test_a_request_without_turns_was_pending():
@@ -146,3 +160,36 @@ def test_bars_never_overlap_and_leave_no_gap(request: Any, is_timed: bool, data:
         assert abs(after.start - before.end) <= 2e-4
     assert abs(bars[0].start) <= 2e-4
     assert abs(bars[-1].end - line["ended"]) <= 2e-4
+
+
+class SlowTool(FakeTool):
+    """Takes 40 ms for each call."""
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        await asyncio.sleep(0.04)
+        return await super().execute(instance_id, parameters, **kwargs)
+
+
+async def test_the_bars_of_a_driven_request_have_the_times_of_its_work():
+    call = calling("lookup", q="Bern")
+    answers = (f"See.{call}{call}", "It rains.", "Goodbye.")
+    engine = make_engine(*(ScriptedAnswer(text, delay_s=0.03) for text in answers))
+    context = make_context(engine, tools=[SlowTool()], interactions=[FakeUser("And now?")])
+    asked = {"name": "fake"}
+    request = await run_request(make_pending(interaction_kwargs=asked), context)
+    line = describe_timeline(request.model_dump(mode="json"))
+    assert line["notes"] == []
+    assert len(line["states"]) == 1
+    bars = [bar for bar in line["states"][0] if bar.kind not in ("other", "pending")]
+    assert [bar.kind for bar in bars] == [
+        *("running", "tool_calling", "running", "interacting", "running"),
+    ]  # fmt: skip
+    assert all(bar.seconds >= 0.03 for bar in bars if bar.kind == "running")
+    assert bars[1].seconds >= 0.04
+    works = [bar for lane in line["calls"] for bar in lane if bar.kind == "work"]
+    assert len(works) == 2
+    for work in works:
+        assert work.seconds >= 0.04
+        assert bars[1].start <= work.start + 1e-3
+        assert work.end <= bars[1].end + 1e-3
+    assert line["ended"] == pytest.approx(request.metrics["seconds"])
