@@ -90,7 +90,7 @@ def test_rewards_are_combined_and_placed_as_configured():
     assert data.batch["token_level_scores"].tolist() == [[2.0, 2.0, 0.0, 0.5, 0.5]]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(batches, st.sampled_from(get_args(Placement)))
 def test_rewards_on_trained_tokens_scores_are_on_trained_tokens_only(requests, placement):
     config = weighted(1.0, tool=1.0, placement=placement)
@@ -98,7 +98,7 @@ def test_rewards_on_trained_tokens_scores_are_on_trained_tokens_only(requests, p
     assert not batch["token_level_scores"][batch["response_mask"] == 0].any()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(batches)
 def test_failures_are_data_failed_requests_keep_their_row_and_train_on_nothing(requests):
     data = collate(requests, pad_token_id=PAD)
@@ -112,7 +112,7 @@ def test_failures_are_data_failed_requests_keep_their_row_and_train_on_nothing(r
         assert not (failed and batch["token_level_scores"].any())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(batches, st.integers(0, 4), st.integers(0, 4))
 def test_layout_is_invisible_rows_are_the_requests_at_any_width(
     requests, more_prompt, more_response
@@ -135,7 +135,7 @@ def test_layout_is_invisible_rows_are_the_requests_at_any_width(
         assert known or not end
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(batches)
 def test_batches_of_equal_widths_can_be_joined(requests):
     whole = collate(requests, pad_token_id=PAD)
@@ -149,7 +149,7 @@ def test_batches_of_equal_widths_can_be_joined(requests):
         assert torch.equal(joined.batch[key], tensor)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(batches)
 def test_a_batch_can_be_saved(tmp_path_factory, requests):
     path = tmp_path_factory.mktemp("batch") / "batch"
@@ -271,7 +271,7 @@ def test_states_have_the_same_numbers_in_every_run():
     assert states == [[3064079460968330856, 868721170023615147]]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(batches)
 def test_every_sampled_token_has_a_state_and_no_other_one(requests):
     batch = collate(requests, pad_token_id=PAD).batch

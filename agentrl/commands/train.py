@@ -71,14 +71,17 @@ def freeze_objects() -> Iterator[None]:
     """Leave the objects that exist now out of garbage collection during the `with` block.
 
     Libraries make half a million objects, which takes a third of a second to search. transformers
-    collects garbage each time the engine frees its cache.
+    collects garbage each time the engine frees its cache. What the caller has frozen stays so.
     """
     gc.collect()
-    gc.freeze()
+    was_frozen = gc.get_freeze_count() > 0
+    if not was_frozen:
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def train_from_file(

@@ -64,6 +64,10 @@ class ScriptLoop(AgentLoopBase):
         return AgentLoopOutput(prompt_ids=prompt, response_ids=response, response_mask=mask)
 
 
+RUNNER = AgentLoopRunner(LoopEntry("script", ScriptLoop), CONFIG, tiny_tokenizer())
+"""One for all examples: it makes the loop's configuration once."""
+
+
 def drive(steps: list[tuple[str, Any]], spoil: tuple[str, int] | None) -> Any:
     answers = iter([value for kind, value in steps if kind in ("sample", "waste")])
     given_out: list[tuple[int, float]] = []
@@ -74,10 +78,9 @@ def drive(steps: list[tuple[str, Any]], spoil: tuple[str, int] | None) -> Any:
         given_out.extend(zip(tokens, log_probs, strict=True))
         return ScriptedAnswer(tokens, log_probs=log_probs)
 
-    loop = type("Loop", (ScriptLoop,), {"steps": steps, "spoil": spoil})
+    ScriptLoop.steps, ScriptLoop.spoil = steps, spoil
     context = make_context(ScriptedEngine(script, tokenizer=tiny_tokenizer()))
-    runner = AgentLoopRunner(LoopEntry("script", loop), CONFIG, tiny_tokenizer())
-    request = asyncio.run(runner(make_request(), context, context.engine))
+    request = asyncio.run(RUNNER(make_request(), context, context.engine))
     return request, given_out
 
 

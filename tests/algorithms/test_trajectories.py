@@ -65,7 +65,7 @@ def compute(name: str, batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", [name for name in BUNDLED if name not in BY_POSITION])
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 2**31))
 def test_number_of_rows_of_a_trajectory_is_invisible(name: str, seed: int) -> None:
     batch = make_batch(seed, name)

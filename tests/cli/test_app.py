@@ -393,11 +393,11 @@ def test_an_interrupted_warm_up_is_not_made_yet_and_is_made_again(
 # train
 
 
-def test_train_prints_its_figures_and_nothing_else(tiny_home: Path, tmp_path: Path):
-    run = tiny_run(tiny_home, tmp_path / "run")
-    process = spawn_agentrl("train", write_yaml(tmp_path / "run.yaml", run))
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
+def test_train_prints_its_figures_and_nothing_else(
+    capfd: pytest.CaptureFixture[str], run_file: Path, tmp_path: Path
+):
+    code, out, err = run_agentrl(capfd, "train", run_file)
+    assert (code, err) == (0, "")
     lines = out.splitlines()
     assert "engine: transformers" in lines[2]
     assert lines[3] == "success on arithmetic is the scorer's `success`"
@@ -433,9 +433,8 @@ class Hanging(BaseTool):
 """
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # every day in one process: `tests/trainer/test_interruption.py`
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_releases_its_tools_and_ends_without_a_traceback(
     tiny_home: Path, tmp_path: Path, number: signal.Signals
 ):
@@ -557,7 +556,7 @@ def test_user_trains_with_own_tool_interaction_and_scorer(tiny_home: Path, tmp_p
     write_yaml(tmp_path / "run.yaml", run)
     process = spawn_agentrl("train", "run.yaml", cwd=tmp_path)
     out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, out + err
+    assert (process.returncode, err) == (0, ""), out + err
     request = read_lines(tmp_path / "runs/mine/rollouts/step_000001.jsonl.zst")[0]["request"]
     roles = [message["role"] for message in request["messages"]]
     assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]

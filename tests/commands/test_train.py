@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -142,6 +143,15 @@ class Ring:
         self.itself = self
 
 
+@pytest.fixture
+def _thawed() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("_thawed")
 def test_training_collects_its_own_garbage_only():
     before = Ring()
     older, frozen = weakref.ref(before), gc.get_freeze_count()
@@ -155,6 +165,14 @@ def test_training_collects_its_own_garbage_only():
     gc.collect()
     assert older() is None
     assert gc.get_freeze_count() == 0
+
+
+def test_what_the_caller_has_frozen_stays_frozen():
+    frozen = gc.get_freeze_count()
+    assert frozen > 1000
+    with freeze_objects():
+        pass
+    assert gc.get_freeze_count() == frozen
 
 
 def test_the_port_at_which_ranks_meet_is_given_to_no_other_process(tiny_home: Path, tmp_path: Path):

@@ -15,7 +15,7 @@ Threads that start within the block are checked too. Streams, events and graphs 
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.fakes.flash_attention import KERNELS
 
@@ -127,6 +126,15 @@ def _mark(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor
 
 
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operation's arguments, which nest lists only."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+
+
 class _Checks(TorchDispatchMode):
     """Checks and marks the tensors of every operation of a thread."""
 
@@ -141,7 +149,7 @@ class _Checks(TorchDispatchMode):
             return NotImplemented  # its operations on local tensors are checked
         kwargs = dict(kwargs or {})
         name = func._schema.name.removeprefix("aten::")
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = [*_tensors_in(args), *_tensors_in(kwargs.values())]
         device = _common_device(name, args, inputs)
         wanted = kwargs.get("device")
         if name.startswith("new_") or name.endswith(("_like", "_to_copy")):
@@ -160,8 +168,8 @@ class _Checks(TorchDispatchMode):
         self._count_waits(name, args, inputs, device)
         result = KERNELS.get(name, func)(*args, **kwargs)
         known = {id(tensor.untyped_storage()) for tensor in inputs}
-        for output in tree_leaves(result):
-            if isinstance(output, Tensor) and id(output.untyped_storage()) not in known:
+        for output in _tensors_in((result,)):
+            if id(output.untyped_storage()) not in known:
                 _mark(output, device)
         return result
 
@@ -172,9 +180,7 @@ class _Checks(TorchDispatchMode):
         if not on_cuda:
             return
         has_mask = name.startswith("index") and any(
-            leaf.dtype in (torch.bool, torch.uint8)
-            for leaf in tree_leaves(args[1:])
-            if isinstance(leaf, Tensor)
+            leaf.dtype in (torch.bool, torch.uint8) for leaf in _tensors_in(args[1:])
         )
         is_read = name in ("_to_copy", "copy_") and (
             device.type == "cpu" or device_of(args[0]).type == "cpu"

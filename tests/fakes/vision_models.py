@@ -142,6 +142,21 @@ def make_vision_model(family: str, seed: int = 0, **text: Any) -> PreTrainedMode
         return _CLASSES[family][1](make_vision_config(family, **text)).float().eval()
 
 
+_positioning_model = cache(make_vision_model)
+
+
+def model_positions(family: str, ids: Sequence[int], spans: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """The positions that the model of a family gives to tokens with these spans of pictures."""
+    types = torch.zeros(1, len(ids), dtype=torch.int32)
+    for span in spans:
+        types[0, span.start : span.end] = 1
+    grids = [torch.from_numpy(span.item.inputs()["image_grid_thw"]) for span in spans]
+    found, _ = _positioning_model(family).base_model.get_rope_index(
+        torch.tensor([ids]), types, image_grid_thw=torch.cat(grids) if grids else None
+    )
+    return found[:, 0].numpy()
+
+
 def make_processor(family: str, **kwargs: Any) -> MediaProcessor:
     """The processor of `make_vision_model`; each image becomes 1 to 64 tokens.
 

@@ -1,11 +1,11 @@
 """Three-dimensional positions, compared with those of the models."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.media.positions import compute_position_ids, place_runs
@@ -16,30 +16,22 @@ from tests.fakes.vision_models import (
     encode_with_spans,
     load_parts,
     make_processor,
-    make_vision_model,
+    model_positions,
 )
 
 TEXTS = st.text("abc \n", max_size=6)
 PICTURES = st.tuples(st.integers(0, 3), st.sampled_from([(16, 16), (40, 16), (16, 64)]))
 PARTS = st.lists(TEXTS | PICTURES, max_size=8)
 
+processor_of = cache(make_processor)
+
 
 def encode(family: str, parts: list[Any]) -> tuple[list[int], list[Any]]:
-    return encode_with_spans(make_processor(family), ["x", *parts])
-
-
-def model_positions(family: str, ids: list[int], spans: list[Any]) -> np.ndarray[Any, Any]:
-    types = torch.zeros(1, len(ids), dtype=torch.int32)
-    for span in spans:
-        types[0, span.start : span.end] = 1
-    grids = [torch.from_numpy(span.item.inputs()["image_grid_thw"]) for span in spans]
-    found, _ = make_vision_model(family).base_model.get_rope_index(
-        torch.tensor([ids]), types, image_grid_thw=torch.cat(grids) if grids else None
-    )
-    return found[:, 0].numpy()
+    return encode_with_spans(processor_of(family), ["x", *parts])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=40)
 @given(parts=PARTS)
 def test_positions_are_those_of_the_model(family: str, parts: list[Any]) -> None:
     ids, spans = encode(family, parts)
@@ -59,7 +51,7 @@ def test_the_positions_of_a_part_are_those_of_the_whole(parts: list[Any], data: 
 @given(parts=PARTS, later=PARTS)
 def test_later_tokens_continue_from_the_last_picture(parts: list[Any], later: list[Any]) -> None:
     ids, spans = encode("qwen3_vl", parts)
-    more, runs = encode_with_media(make_processor("qwen3_vl"), load_parts(later))
+    more, runs = encode_with_media(processor_of("qwen3_vl"), load_parts(later))
     appended = [*spans, *place_runs(spans, runs, shift=len(ids))]
     _, together = encode("qwen3_vl", [*parts, *later])
     assert [span[:2] + span[3:] for span in appended] == [span[:2] + span[3:] for span in together]

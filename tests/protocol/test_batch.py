@@ -56,7 +56,7 @@ def assert_same(left: DataProto, right: DataProto) -> None:
 # Round trips.
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(batches())
 def test_saved_batch_is_read_back_the_same(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("saved") / "batch.safetensors"
@@ -65,20 +65,20 @@ def test_saved_batch_is_read_back_the_same(tmp_path_factory, data):
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(batches(min_rows=1), st.integers(1, 5))
 def test_split_and_concat_undo_each_other(data, size):
     assert_same(DataProto.concat(data.split(size)), data)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(batches(min_rows=1), st.integers(1, 4))
 def test_chunks_of_a_repeated_batch_are_the_batch(data, times):
     for part in data.repeat(times, interleave=False).chunk(times):
         assert_same(part, data)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(batches(min_rows=1), st.integers(1, 4))
 def test_interleaved_repeat_keeps_copies_together(data, times):
     repeated = data.repeat(times)
@@ -86,7 +86,7 @@ def test_interleaved_repeat_keeps_copies_together(data, times):
         assert_same(repeated[offset::times], data)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(batches(min_rows=1), st.integers(1, 9))
 def test_unpad_undoes_pad(data, divisor):
     padded, num_padded = pad_dataproto_to_divisor(data, divisor)
@@ -95,7 +95,7 @@ def test_unpad_undoes_pad(data, divisor):
     assert_same(unpad_dataproto(padded, num_padded), data)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(batches(min_rows=1), st.randoms(use_true_random=False))
 def test_reorder_by_inverse_restores(data, random):
     order = list(range(len(data)))
@@ -106,7 +106,7 @@ def test_reorder_by_inverse_restores(data, random):
     assert_same(data, before)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(batches())
 def test_popped_columns_united_again_are_the_batch(data):
     before = copy.deepcopy(data)
@@ -120,7 +120,7 @@ def test_popped_columns_united_again_are_the_batch(data):
         assert repr(data.non_tensor_batch[key].tolist()) == repr(column.tolist())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(batches(min_rows=1), st.integers(1, 4), st.integers(0, 5))
 def test_iterator_passes_over_every_row_once_an_epoch(data, size, seed):
     data.union(DataProto.from_dict({"number": torch.arange(len(data))}))

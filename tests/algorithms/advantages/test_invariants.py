@@ -32,7 +32,7 @@ KEYS = ("format", "accuracy")
 every = pytest.mark.parametrize("name", BUNDLED)
 every_by_group = pytest.mark.parametrize("name", BY_GROUP)
 seeds = st.integers(0, 2**31)
-few = settings(deadline=None, max_examples=20)
+few = settings(deadline=None, max_examples=10)
 
 
 class Batch(NamedTuple):

@@ -97,7 +97,7 @@ def assert_same(leaf, one, other):
 
 
 @all_losses
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(mask=masks(), seed=st.integers(0, 99), mode=st.sampled_from(MODES), data=st.data())
 def test_masked_tokens_order_micro_batches_and_ranks_change_nothing(name, mask, seed, mode, data):
     batch = make_batch(mask, seed)
@@ -112,7 +112,7 @@ def test_masked_tokens_order_micro_batches_and_ranks_change_nothing(name, mask, 
 @pytest.mark.parametrize(
     "name", [name for name in policy_loss_names() if policy_loss_facts(name).only_advantages]
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(mask=masks(), seed=st.integers(0, 99), mode=st.sampled_from(MODES), data=st.data())
 def test_rows_without_an_advantage_change_nothing_in_losses_that_say_so(
     name, mask, seed, mode, data
@@ -162,7 +162,7 @@ def test_losses_that_depend_on_rows_say_so():
 @pytest.mark.parametrize(
     "name", [name for name in [*invariant_losses(), "sapo_verl"] if name not in BY_SEQUENCE]
 )
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(mask=masks(), seed=st.integers(0, 99), mode=st.sampled_from(MODES), data=st.data())
 def test_layout_is_invisible_how_many_rows_a_trajectory_is_split_into_changes_nothing(
     name, mask, seed, mode, data

@@ -49,7 +49,7 @@ async def roll_out(monkeypatch: pytest.MonkeyPatch, *answers: str) -> tuple[Any,
     return await run_request(make_request(), context), kept.wording
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(cancelled=False))
 def test_sampled_tokens_the_wording_of_a_ledger_tells_what_the_ledger_itself_tells(plan: Plan):
     def compare(
