@@ -113,7 +113,7 @@ class Trainer:
         self._timer = Timer(
             on_enter=lambda stage: self.world.status.enter(f"{stage} of step {self.step}")
         )
-        self._tracer = Tracer(config.trainer, self.world, self.run_logger.info)
+        self._tracer = Tracer(config, self.world, self.run_logger.info)
         self._profiler = StepProfiler(config.trainer, self.world, self.run_logger.info)
         self._interruption = Interruption(self.world)
         self._last = LastCompletedStep(parts.order, parts.updaters)

@@ -89,7 +89,8 @@ class ToolOutcome:
     seconds: float = 0.0
     """Seconds of all attempts, without the time in queues."""
     queue_seconds: float = 0.0
-    """The rest of the call's time: in queues, waiting for an equal call, between attempts."""
+    """The rest of the call's time: in queues, waiting for an equal call, between attempts, and
+    waiting for the event loop."""
     arrived: float | None = None
     """When the call began to queue, by the monotonic clock."""
     num_attempts: int = 1
@@ -249,16 +250,18 @@ class ToolInstance:
 
     async def _attempt(self, context: CallContext) -> ToolResult:
         """Execute a call, once."""
-        started = time.monotonic()
+        times = list[float]()  # without waits for the event loop, which other requests may occupy
         context.num_attempts += 1
         try:
             arguments = copy.deepcopy(context.call.function.arguments)
             return await self._run_created(
                 lambda: self._call("execute", arguments, **context.execute_kwargs),
                 lambda value: ToolResult.of(value, tool=self.tool.name),
+                times,
             )
         finally:
-            context.run_s += time.monotonic() - started
+            ends = [*times[1::2], time.monotonic()]  # a call that was given up has no end yet
+            context.run_s += sum(end - start for start, end in zip(times[::2], ends, strict=False))
 
     async def _recreate_if_lost(self) -> None:
         """Create the instance again, if its process was killed."""
@@ -268,25 +271,43 @@ class ToolInstance:
                 await self._release()
             await self._create()
 
-    async def _run_created(self, call: Callable[[], MethodCall], read: Callable[[Any], T]) -> T:
+    async def _run_created(
+        self,
+        call: Callable[[], MethodCall],
+        read: Callable[[Any], T],
+        times: list[float] | None = None,
+    ) -> T:
         """Make a call of the instance, which is created again if its process was lost."""
         await self._recreate_if_lost()
         try:
-            return await self._run(call(), read)
+            return await self._run(call(), read, times)
         except InstanceLostError:  # the call did not run
             await self._recreate_if_lost()
-            return await self._run(call(), read)
+            return await self._run(call(), read, times)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> MethodCall:
         return MethodCall(method, (self._instance_id, *args), kwargs)
 
-    async def _run(self, call: MethodCall, read: Callable[[Any], T]) -> T:
-        """Make a call and read its result, both inside the boundary."""
+    async def _run(
+        self, call: MethodCall, read: Callable[[Any], T], times: list[float] | None = None
+    ) -> T:
+        """Make a call and read its result, both inside the boundary.
+
+        Args:
+            call: The call.
+            read: Reads what it returned.
+            times: Gets the monotonic times at which the work starts and ends.
+        """
         if _is_inherited(self.tool, call.method):
             return read(await call.on(self.tool))
+        times = [] if times is None else times
 
         async def work() -> T:
-            return read(await self._executor.run(call))
+            times.append(time.monotonic())
+            try:
+                return read(await self._executor.run(call))
+            finally:
+                times.append(time.monotonic())
 
         return await call_bounded(work, timeout_s=self._timeout_s, name=f"tool:{self.tool.name}")
 

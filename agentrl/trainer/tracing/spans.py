@@ -21,7 +21,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.messages import CallOutcome
+from agentrl.rewards import combine_rewards
+from agentrl.rewards.combination import TRAJECTORY_ALONE
 from agentrl.rollout.failures import FAILED
 from agentrl.rollout.records import Turn
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -70,17 +73,21 @@ class Trace(NamedTuple):
     root: Span
 
 
-def request_span(request: AsyncRolloutRequest, step: int) -> Span | None:
+def request_span(
+    request: AsyncRolloutRequest, step: int, reward: RewardConfig = TRAJECTORY_ALONE
+) -> Span | None:
     """Make the spans of a finished request; None if no start was recorded.
 
     Args:
         request: The request. Spans of turns without a start are left out.
         step: The step of the training loop.
+        reward: How rewards are combined.
     """
     root = _sequence_span("request", request)
     if root is None:
         return None
     root.attributes["agentrl.step"] = step
+    root.attributes["agentrl.reward"] = combine_rewards(request, reward).total
     owners = {request.request_id: root}
     for branch in request.branches:
         if branch.branch_cause == "delegate" and (span := _sequence_span("sub_agent", branch)):
@@ -109,8 +116,6 @@ def _sequence_span(name: str, request: AsyncRolloutRequest) -> Span | None:
         "agentrl.num_turns": request.num_turns,
         "agentrl.attempt": request.attempt,
     }
-    if request.reward is not None:
-        attributes["agentrl.reward"] = request.reward
     error = request.error.message if request.error and request.state is RequestState.FAILED else ""
     ended = started + request.metrics.get("seconds", 0.0)
     return Span(name, started, ended, attributes, error)

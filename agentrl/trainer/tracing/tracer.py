@@ -9,7 +9,7 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import TYPE_CHECKING, NamedTuple
 
-from agentrl.config.schema.run import TrainerConfig
+from agentrl.config.schema.run import RunConfig, TrainerConfig
 from agentrl.plugins.environment import require_package
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.tracing.spans import Interval, Trace, request_span, step_span
@@ -52,20 +52,20 @@ class Tracer:
     """Makes one trace of each request and of each step, and exports those of all ranks.
 
     Args:
-        config: The run, its exporters, and the steps that are traced.
+        config: The run: its exporters, the steps that are traced, and how rewards are combined.
         world: The ranks. The main rank exports.
         report: Prints a line for the user; called from another thread too.
     """
 
-    def __init__(
-        self, config: TrainerConfig, world: "World", report: Callable[[str], None]
-    ) -> None:
-        self._freq = config.tracing.freq if config.tracing.exporters else 0
+    def __init__(self, config: RunConfig, world: "World", report: Callable[[str], None]) -> None:
+        tracing = config.trainer.tracing
+        self._freq = tracing.freq if tracing.exporters else 0
+        self._reward = config.reward
         self._world = world
         self._traces: list[Trace] = []
         self._step = 0
         exports = self._freq and world.is_main
-        self._export = TraceExport(config, report) if exports else None
+        self._export = TraceExport(config.trainer, report) if exports else None
 
     def add(self, step: int, requests: Sequence[AsyncRolloutRequest]) -> None:
         """Make the spans of finished requests, and set the ids of their traces."""
@@ -73,7 +73,7 @@ class Tracer:
             return
         self._step = step
         for request in requests:
-            if (span := request_span(request, step)) is not None:
+            if (span := request_span(request, step, self._reward)) is not None:
                 request.trace_id = uuid.uuid4().hex
                 self._traces.append(Trace(request.trace_id, self._world.rank, span))
 

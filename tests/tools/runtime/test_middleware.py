@@ -170,6 +170,20 @@ async def test_pauses_between_attempts_grow_and_count_as_queue():
     assert outcome.queue_seconds >= 0.15 > outcome.seconds
 
 
+async def test_time_in_which_the_event_loop_is_busy_counts_as_queue():
+    async def block() -> None:
+        await asyncio.sleep(0)  # the call begins first
+        time.sleep(0.2)  # noqa: ASYNC251 - other work on the loop
+
+    outcome, _ = await asyncio.gather(ask(PlayedTool()), block())
+    assert outcome.seconds < 0.1 < outcome.queue_seconds
+
+
+async def test_a_call_that_is_given_up_counts_its_time_until_then():
+    outcome = await ask(PlayedTool("hang"), timeout_s=0.1)
+    assert 0.1 <= outcome.seconds < 5
+
+
 async def test_a_pausing_call_holds_no_place():
     slow = {"max_attempts": 2, "wait_initial_s": 0.3, "wait_jitter_s": 0.0}
     tool = PlayedTool(ValueError("x"), None, max_concurrency=1, retry=slow)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.config.schema.reward import RewardConfig, RewardWeightsConfig
 from agentrl.engines.protocol import SamplingParams
 from agentrl.engines.scripted import Answer, ScriptedAnswer, ScriptedEngine
 from agentrl.rewards import drive_and_score
@@ -77,12 +78,12 @@ async def test_requests_of_rollout_workers_come_back_with_the_times_of_their_spa
         await pool.close()
     assert len(finished) == 6
     for request in finished:
-        span = request_span(request, step=3)
+        span = request_span(request, 3, RewardConfig(weights=RewardWeightsConfig(trajectory=2.0)))
         assert span is not None
         assert names(span) == WITH_A_CALL
         assert_parts_are_inside(span)
         assert span.attributes["agentrl.step"] == 3
-        assert span.attributes["agentrl.reward"] == 0.5
+        assert span.attributes["agentrl.reward"] == 1.0
         assert all(one.ended - one.started >= 0.01 for one in span.children[0].children[:1])
 
 
