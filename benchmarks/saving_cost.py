@@ -71,10 +71,10 @@ class AlternatingTrainer(Trainer):
             self.others.append(seconds)
         return metrics
 
-    def measure(self, samples: Any, batch: DataProto, update: Any) -> dict[str, float]:
+    def measure(self, samples: Any, batch: DataProto, updated: Any) -> dict[str, float]:
         """Count the trained tokens too."""
         self.num_trained = int(tensors_of(batch)["response_mask"].sum())
-        return super().measure(samples, batch, update)
+        return super().measure(samples, batch, updated)
 
     def _timed(self, method: Any, files: Any) -> Any:
         def run(*arguments: Any) -> None:

@@ -216,7 +216,8 @@ class Trainer:
         parts.files.save_step(self.step, samples.everything, batch)
         parts.files.save_weights(self.step, self.engine_sync.weight_digest)
         parts.files.save_skipped(self.step, samples.batch, [*learned.skipped, *update.skipped])
-        return self.measure(samples, batch, update) | credit
+        rows = {"update_critic": learned.row_lengths, "update_actor": update.row_lengths}
+        return self.measure(samples, batch, rows) | credit
 
     def end_step(self, metrics: dict[str, float]) -> None:
         """Validate and save if due, and log the step."""
@@ -398,16 +399,22 @@ class Trainer:
     # Logs and files.
 
     def measure(
-        self, samples: StepSamples, batch: DataProto, update: UpdateResult
+        self, samples: StepSamples, batch: DataProto, updated: Mapping[str, Sequence[int]]
     ) -> dict[str, float]:
-        """Measure a training step over all ranks."""
+        """Measure a training step over all ranks.
+
+        Args:
+            samples: Everything that was rolled out for the step.
+            batch: The rows made from it.
+            updated: By update: the length of each row of this rank that it computed.
+        """
         seconds = self._timer.pop_metrics()
         mine = {
             **step_metrics(samples.sampled, batch, seconds),
             **reward_metrics(samples.sampled, self.config.reward),
             **samples.metrics,
             **self.engine_sync.metrics(),
-            **self._efficiency.metrics(samples.sampled, batch, seconds, update.row_lengths),
+            **self._efficiency.metrics(samples.sampled, batch, seconds, updated),
         }
         if self.components.cluster is not None:
             mine |= pool_metrics(self.config, seconds)

@@ -55,6 +55,8 @@ def test_run_with_a_critic_resumes_exactly(tiny_home: Path, tmp_path: Path, esti
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     assert whole["critic/weight/score.weight"].any(), "the critic has learned"
     assert all(step["critic/vf_loss"] > 0 for step in metrics)
+    for phase in ("values", "update_critic"):
+        assert all(step[f"perf/tokens_per_s/{phase}"] > 0 for step in metrics)
     assert {"critic/vf_explained_var", "critic/values/mean", "critic/returns/mean"} <= {*metrics[0]}
 
 

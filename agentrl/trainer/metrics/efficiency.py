@@ -155,7 +155,7 @@ class Efficiency:
         requests: Sequence[AsyncRolloutRequest],
         batch: DataProto,
         seconds: Mapping[str, float],
-        updated: Sequence[int],
+        updated: Mapping[str, Sequence[int]],
     ) -> MetricDict:
         """Measure a step.
 
@@ -163,19 +163,21 @@ class Efficiency:
             requests: Everything that was rolled out.
             batch: The rows made from the requests.
             seconds: Seconds of the stages (`Timer.pop_metrics`).
-            updated: Length of each row of this rank that the update computed, over the epochs.
+            updated: By update (`update_actor`, `update_critic`): the length of each row of this
+                rank that it computed, over the epochs.
         """
         turns = [turn for r in requests for one in r.sequences for turn in one.turns]
         sampled = sum(turn.num_tokens for turn in turns if turn.role == "assistant")
         scored = count_tokens(read_padded_rows(batch)) if len(batch) else []
-        phases = {"gen": sampled, "old_log_prob": sum(scored), "update_actor": sum(updated)}
+        passes = dict.fromkeys(("old_log_prob", "ref", "values"), sum(scored))
+        phases = {"gen": sampled, **passes, **{name: sum(rows) for name, rows in updated.items()}}
         metrics: MetricDict = {
             f"perf/tokens_per_s/{phase}": RateMetric(float(number), seconds[f"timing_s/{phase}"])
             for phase, number in phases.items()
             if seconds.get(f"timing_s/{phase}")
         }
         for name, phase, flops in (
-            ("actor", "update_actor", self.cost.train_flops(updated)),
+            ("actor", "update_actor", self.cost.train_flops(updated["update_actor"])),
             ("actor_infer", "old_log_prob", self.cost.forward_flops(scored)),
         ):
             if self.peak_flops and seconds.get(f"timing_s/{phase}"):
