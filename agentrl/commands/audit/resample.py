@@ -23,14 +23,12 @@ from agentrl.media.processor import MediaProcessor
 from agentrl.media.records import MediaKind, MediaSpan
 from agentrl.remote_io import Location
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.trainer.state.resume import checkpoint_folder
-from agentrl.workers.checkpoint import WEIGHT, Checkpoint, newest_first, open_checkpoint
+from agentrl.workers.checkpoint import open_checkpoint
 from agentrl.workers.distributed import start_world
 from agentrl.workers.load import load_policy
 from agentrl.workers.model import PolicyModel, ScoringParams
 from agentrl.workers.packing import PaddedRows
 from agentrl.workers.scoring import score_rows
-from agentrl.workers.shards import LocalSlice
 from agentrl.workers.snapshot import weight_slices
 from agentrl.workers.tokenizer import load_processor, load_tokenizer
 from agentrl.workers.weight_files import digest_weights, sum_placed_bits
@@ -89,25 +87,6 @@ def _find_tokens(file: Path, request: AsyncRolloutRequest) -> Iterator[SampledTo
                 start, end = turn.start + first, turn.start + last
                 if any(sequence.loss_mask[start:end]):
                     yield SampledTokens(file, request, sequence, turn.index, version, start, end)
-
-
-def find_checkpoints(config: RunConfig, run: Path) -> dict[int, Location]:
-    """Find the checkpoints of a run by step. Its folder may have been moved."""
-    is_local = config.trainer.default_remote_dir is None
-    return dict(newest_first(run / "checkpoints" if is_local else checkpoint_folder(config)))
-
-
-def digest_checkpoint(checkpoint: Checkpoint) -> str:
-    """Compute the digest of the policy's trained weights in a checkpoint."""
-
-    def read() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shape in checkpoint.state.identity.shapes.items():
-            weight = torch.empty(shape)
-            part = LocalSlice(weight, tuple(shape), (0,) * len(shape))
-            checkpoint.read({WEIGHT + name: part})
-            yield name, weight
-
-    return digest_weights(read(), None, sum_placed_bits)
 
 
 @dataclass
