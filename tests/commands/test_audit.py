@@ -472,12 +472,12 @@ def change_key(path: str, value: Any) -> Callable[[Path], None]:
     return change
 
 
-def drop_a_weight_digest(run: Path) -> None:
+def drop_a_weight_digest(run: Path, step: int = 1) -> None:
     folder = run / "rollouts"
     before = read_digests(folder)
     (folder / DIGESTS_FILE).unlink()
     for one in before:
-        if one.is_of_weights and one.step != 1:
+        if one.is_of_weights and one.step != step:
             add_weight_digest(folder, one.step, one.digest)
         elif not one.is_of_weights:
             add_digest(folder / one.file, one.step)
@@ -752,6 +752,33 @@ def test_a_resumed_run_has_no_difference(
     train(tiny_home, tmp_path / "run", trainer__total_training_steps=3, **changes)
     shutil.rmtree(tmp_path / "run/checkpoints/global_step_3")
     run = train(tiny_home, tmp_path / "run", trainer__total_training_steps=4, **changes)
+    assert found(run) == {}
+
+
+@pytest.mark.slow
+def test_each_step_is_checked_with_the_configuration_of_its_start(
+    tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
+) -> None:
+    run, changes = tmp_path / "run", {**scored, "trainer__max_ckpt_to_keep": None}
+    for steps, start in enumerate(
+        [{}, {"trainer__weight_digests": False, "rollout__n": 3}, {"data__train_batch_size": 2}],
+        start=1,
+    ):
+        train(tiny_home, run, trainer__total_training_steps=steps, **changes, **start)
+    assert found(run) == {}
+    folder = run / "rollouts"
+    recorded = [one.step for one in read_digests(folder) if one.is_of_weights]
+    assert recorded == [0, 1, 2, 3]  # the third start recorded those that it resumed from
+    drop_a_weight_digest(run, 2)
+    assert found(run) == {}  # no start has taken step 2 and recorded its digest
+    drop_a_weight_digest(run, 1)
+    assert "no digest" in found(run)["weights"]
+
+
+def test_a_step_that_the_run_did_not_complete_is_left_out(run: Path) -> None:
+    rewrite_metrics(run, lambda lines: lines.pop())
+    assert found(run) == {"weights": "the step of a checkpoint has no metrics"}
+    shutil.rmtree(run / "checkpoints/global_step_2")
     assert found(run) == {}
 
 
