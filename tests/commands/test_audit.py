@@ -17,12 +17,13 @@ import yaml
 
 from agentrl import Trainer
 from agentrl.commands.audit.report import run_checks
-from agentrl.commands.audit.resample import TurnChoice
+from agentrl.commands.audit.resample import LIMITS, Resampled, TurnChoice, resample
 from agentrl.commands.audit.saved_run import Check, _move_paths, read_run
 from agentrl.config import load_config, parse_config
 from agentrl.config.schema.run import RolloutConfig, TrainerConfig
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.errors import DataError
+from agentrl.remote_io import Location
 from agentrl.rollout.records import MALFORMED_CALL
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import draw_seed
@@ -687,6 +688,31 @@ def test_log_probs_computed_again_are_those_at_sampling(
     check = resampled(sampled)
     assert check.num >= 16
     assert check.differences == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_one_step_earlier_are_found(
+    tiny_home: Path, tmp_path: Path, scored: dict[str, Any], dtype: str
+) -> None:
+    changes = {"trainer__save_freq": 1, "trainer__max_ckpt_to_keep": None, "model__dtype": dtype}
+    run = read_run(train(tiny_home, tmp_path / "run", is_scripted=False, **scored, **changes))
+
+    def resampled_with(checkpoint: Location | None) -> Resampled:
+        choice = TurnChoice(100, {1: checkpoint}, random.Random(0))
+        choice.offer(run.rollouts, list(read_rollouts(run.rollouts / "step_000002.jsonl")))
+        result = resample(run, choice, {})
+        stop_world()
+        return result
+
+    assert resampled_with(run.checkpoints[1]).differences == []
+    earlier = resampled_with(None)  # the model before training
+    limits = LIMITS[getattr(torch, dtype)]
+    assert earlier.largest_mean > limits.mean
+    if dtype == "bfloat16":  # no token alone shows it
+        assert earlier.largest < limits.token
+        assert "on average" in str(earlier.differences[0])
+    else:
+        assert "another log-probability" in str(earlier.differences[0])
 
 
 def test_the_seed_chooses_the_turns(sampled: Path) -> None:

@@ -161,11 +161,11 @@ def _resample(run: SavedRun, choice: TurnChoice, recorded: Mapping[int, str]) ->
         check.not_done += "no turn to compute again"
         return check
     with check.collecting():
-        result = resample(run.config, choice, recorded)
+        result = resample(run, choice, recorded)
         check.differences += result.differences
         check.what = (
             f"turns: log-probabilities of {result.num_tokens} tokens; largest difference "
-            f"{result.largest:.2g} nats, tolerance {result.tolerance:g}"
+            f"{result.largest:.2g} nats, largest mean of the same weights {result.largest_mean:.2g}"
         )
         check.not_done = check.not_done and check.not_done + check.what
     return check

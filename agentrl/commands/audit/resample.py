@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from agentrl.commands.audit.saved_run import SavedRun
 from agentrl.config import RunConfig
 from agentrl.errors import DataError
 from agentrl.media.loading import load_media
@@ -33,8 +35,26 @@ from agentrl.workers.snapshot import weight_slices
 from agentrl.workers.tokenizer import load_processor, load_tokenizer
 from agentrl.workers.weight_files import digest_weights, sum_placed_bits
 
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest difference of a token's log-probability, in nats, by the dtype of the policy's layers."""
+
+class Limits(NamedTuple):
+    """Largest differences of log-probabilities that rounding may cause, in nats."""
+
+    token: float
+    """Of one token."""
+    mean: float
+    """Mean over the tokens of the same weights. It finds weights of an earlier step: these change
+    many tokens a little, and one token less than rounding in bfloat16 may."""
+
+    def raised_to(self, metrics: Mapping[str, float]) -> "Limits":
+        """Allow twice the difference of engine and trainer that the run itself logged in a step."""
+        return Limits(
+            max(self.token, 2 * metrics.get("training/rollout_log_probs_diff_max", 0.0)),
+            max(self.mean, 2 * metrics.get("training/rollout_log_probs_diff_mean", 0.0)),
+        )
+
+
+LIMITS = {torch.float32: Limits(1e-3, 1e-4), torch.bfloat16: Limits(0.25, 0.01)}
+"""By the dtype of the policy's layers. docs/runs.md has the measurements."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +114,18 @@ class Resampled:
     """The result of comparing."""
 
     num_tokens: int = 0
-    tolerance: float = 0.0
     largest: float = 0.0
     """Largest difference that was found, in nats."""
+    largest_mean: float = 0.0
+    """Largest mean of the tokens of the same weights, in nats."""
     differences: list[DataError] = field(default_factory=list[DataError])
 
 
-def resample(config: RunConfig, choice: TurnChoice, digests: Mapping[int, str]) -> Resampled:
+def resample(run: SavedRun, choice: TurnChoice, digests: Mapping[int, str]) -> Resampled:
     """Compute the log-probabilities of the chosen turns with their weights, and compare them.
 
     Args:
-        config: The run's configuration.
+        run: The run.
         choice: The turns.
         digests: Of the run's weights, by version, as far as they were recorded.
 
@@ -112,12 +133,13 @@ def resample(config: RunConfig, choice: TurnChoice, digests: Mapping[int, str]) 
         AgentRLError: If the model or a checkpoint cannot be loaded.
         DataError: If an image of a turn is missing.
     """
+    config = run.config
     world = start_world(config.trainer.device, timeout_s=config.trainer.collective_timeout_s)
     fsdp, seed = config.actor.fsdp_config, config.trainer.seed
     kwargs = config.data.mm_processor_kwargs
     processor = load_processor(config.model, load_tokenizer(config.model), kwargs=kwargs)
     policy = load_policy(config.model, world, fsdp, seed=seed, processor=processor)
-    result = Resampled(tolerance=TOLERANCES.get(policy.compute_dtype, max(TOLERANCES.values())))
+    result, limits = Resampled(), LIMITS.get(policy.compute_dtype, LIMITS[torch.bfloat16])
     for version in sorted({one.version for one in choice.chosen}):
         chosen = [one for one in choice.chosen if one.version == version]
         with policy.on_device():
@@ -133,9 +155,24 @@ def resample(config: RunConfig, choice: TurnChoice, digests: Mapping[int, str]) 
                     )
                 )
                 continue
+            raised = limits.raised_to(run.logged[version + 1])
+            apart, num = list[np.ndarray](), len(result.differences)
             for one in chosen:
                 media = _read_media(one, processor)
-                _compare(result, one, _compute_log_probs(policy, one, media, config))
+                log_probs = _compute_log_probs(policy, one, media, config)
+                apart.append(_compare(result, one, log_probs, raised))
+            mean = float(np.concatenate(apart).mean())
+            result.largest_mean = max(result.largest_mean, mean)
+            if mean > raised.mean and len(result.differences) == num:
+                result.differences.append(
+                    DataError(
+                        "the weights give tokens other log-probabilities than those at sampling, "
+                        "on average",
+                        version=version,
+                        found=f"{mean:.2g} nats apart",
+                        expected=f"at most {raised.mean:.2g}",
+                    )
+                )
     return result
 
 
@@ -185,19 +222,22 @@ def _compute_log_probs(
     rows = PaddedRows(
         input_ids, torch.ones_like(input_ids), mask, None if media is None else (media,)
     )
-    params = ScoringParams(temperature=config.rollout.temperature)
+    params = ScoringParams(temperature=request.sampling.temperature)
     budget = config.actor.ppo_max_token_len_per_gpu
     scores = score_rows(policy, rows, params, budget=budget)
     return scores.log_probs[0, tokens.start :].float().numpy()
 
 
-def _compare(result: Resampled, tokens: SampledTokens, found: np.ndarray) -> None:
+def _compare(
+    result: Resampled, tokens: SampledTokens, found: np.ndarray, limits: Limits
+) -> np.ndarray:
+    """Return how far the saved log-probability of each token is from the one that was found."""
     request = tokens.sequence
     saved = np.asarray(request.rollout_log_probs[tokens.start : tokens.end], np.float32)
     apart = np.abs(saved - found)
     result.num_tokens += len(apart)
     result.largest = max(result.largest, float(apart.max()))
-    wrong = np.flatnonzero(~(apart <= result.tolerance))  # also what is not a number
+    wrong = np.flatnonzero(~(apart <= limits.token))  # also what is not a number
     if len(wrong):
         at = int(wrong[0])
         result.differences.append(
@@ -205,6 +245,7 @@ def _compare(result: Resampled, tokens: SampledTokens, found: np.ndarray) -> Non
                 "the weights give a token another log-probability than the one at sampling",
                 file=tokens.file, request=request.request_id, turn=tokens.turn,
                 token=tokens.start + at, version=tokens.version, saved=float(saved[at]),
-                expected=f"{found[at]} within {result.tolerance:g}",
+                expected=f"{found[at]} within {limits.token:.2g}",
             )
         )  # fmt: skip
+    return apart
