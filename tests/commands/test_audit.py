@@ -877,4 +877,9 @@ def test_a_run_with_pictures_has_no_difference(tmp_path: Path) -> None:
     stop_world()
     assert checks[-1].num == 6
     assert [str(error) for one in checks for error in one.differences] == []
+    pictures = [
+        path for path in (tmp_path / "rollouts/media").iterdir() if "small" not in path.stem
+    ]
+    pictures[0].write_bytes(pictures[1].read_bytes())
+    assert found(tmp_path / "run")["digests"] == "the picture was changed"
     torch.set_num_threads(threads)

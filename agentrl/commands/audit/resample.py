@@ -8,8 +8,9 @@ another token, and that would prove nothing.
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,24 +156,9 @@ def resample(run: SavedRun, choice: TurnChoice, digests: Mapping[int, str]) -> R
                     )
                 )
                 continue
-            raised = limits.raised_to(run.logged[version + 1])
-            apart, num = list[np.ndarray](), len(result.differences)
-            for one in chosen:
-                media = _read_media(one, processor)
-                log_probs = _compute_log_probs(policy, one, media, config)
-                apart.append(_compare(result, one, log_probs, raised))
-            mean = float(np.concatenate(apart).mean())
-            result.largest_mean = max(result.largest_mean, mean)
-            if mean > raised.mean and len(result.differences) == num:
-                result.differences.append(
-                    DataError(
-                        "the weights give tokens other log-probabilities than those at sampling, "
-                        "on average",
-                        version=version,
-                        found=f"{mean:.2g} nats apart",
-                        expected=f"at most {raised.mean:.2g}",
-                    )
-                )
+            raised = limits.raised_to(run.logged.get(version + 1, {}))
+            compute = partial(_compute_log_probs, policy, processor, config)
+            _compare_all(result, chosen, compute, raised)
     return result
 
 
@@ -209,12 +195,12 @@ def _read_media(
 @torch.no_grad()
 def _compute_log_probs(
     policy: PolicyModel,
-    tokens: SampledTokens,
-    media: tuple[MediaSpan, ...] | None,
+    processor: MediaProcessor | None,
     config: RunConfig,
+    tokens: SampledTokens,
 ) -> np.ndarray:
     """Compute the log-probabilities of the tokens after the saved tokens before them."""
-    request = tokens.sequence
+    request, media = tokens.sequence, _read_media(tokens, processor)
     ids = [*request.prompt_ids, *request.response_ids[: tokens.end]]
     mask = torch.zeros((1, tokens.end), dtype=torch.int64)
     mask[0, tokens.start :] = 1
@@ -226,6 +212,29 @@ def _compute_log_probs(
     budget = config.actor.ppo_max_token_len_per_gpu
     scores = score_rows(policy, rows, params, budget=budget)
     return scores.log_probs[0, tokens.start :].float().numpy()
+
+
+def _compare_all(
+    result: Resampled,
+    chosen: Sequence[SampledTokens],
+    compute: Callable[[SampledTokens], np.ndarray],
+    limits: Limits,
+) -> None:
+    """Compare tokens of the same weights: each, and if none differs their mean."""
+    num = len(result.differences)
+    apart = [_compare(result, one, compute(one), limits) for one in chosen]
+    mean = float(np.concatenate(apart).mean())
+    result.largest_mean = max(result.largest_mean, mean)
+    if mean > limits.mean and len(result.differences) == num:
+        result.differences.append(
+            DataError(
+                "the weights give tokens other log-probabilities than those at sampling, on "
+                "average",
+                version=chosen[0].version,
+                found=f"{mean:.2g} nats apart",
+                expected=f"at most {limits.mean:.2g}",
+            )
+        )
 
 
 def _compare(
