@@ -210,7 +210,10 @@ def test_a_missing_line_and_a_changed_line_of_digests_are_found(run: Path) -> No
     file.write_text("".join(lines[1:]))
     assert "does not continue the chain" in found(run)["digests"]
     file.write_text("".join(lines[:-1]))
-    assert found(run) == {"weights": "the weights after a step have no digest"}
+    assert found(run) == {
+        "weights": "the weights after a step have no digest",
+        "versions": "turns were sampled by weights without a digest",  # those of validation
+    }
     file.write_text("".join(lines[:-2]))
     assert "has no digest" in found(run)["digests"]
     file.write_text("".join(lines).replace('"step": 1', '"step": 2', 1))
@@ -654,6 +657,18 @@ def test_a_run_without_saved_rollouts_is_an_error(
     output = run_agentrl(capsys, "audit", tmp_path)
     assert output.code == 2
     assert "no record of a start" in output.err
+
+
+def test_a_run_without_metrics_or_with_a_damaged_start_is_an_error(run: Path) -> None:
+    start = run / "starts/0001/resolved.yaml"
+    content = start.read_text()
+    start.write_text("trainer: [")
+    with pytest.raises(DataError, match="the record of a start cannot be read"):
+        read_run(run)
+    start.write_text(content)
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(DataError, match="the run has no metrics"):
+        read_run(run)
 
 
 # Log-probabilities, computed again.

@@ -216,7 +216,7 @@ def read_run(folder: Path) -> SavedRun:
     """Read the starts of the run in a folder.
 
     Raises:
-        DataError: If there is no record of a start.
+        DataError: If there is no record of a start, or there are no metrics.
     """
     starts = [one for one in find_starts(folder) if (one / ABOUT).is_file()]  # written last
     if not starts:
@@ -225,14 +225,23 @@ def read_run(folder: Path) -> SavedRun:
             file=folder / STARTS,
             expected="the folder of a run (trainer.default_local_dir)",
         )
+    if not (folder / METRICS_FILE).is_file():
+        raise DataError(
+            "the run has no metrics",
+            file=folder / METRICS_FILE,
+            expected="a run whose trainer.logger has jsonl",
+        )
     return SavedRun(folder, [_read_start(one, folder) for one in starts])
 
 
 def _read_start(start: Path, run: Path) -> Start:
-    content = yaml.safe_load((start / RESOLVED).read_text(encoding="utf-8"))
-    about = json.loads((start / ABOUT).read_text(encoding="utf-8"))
-    trainer = content["trainer"]
-    recorded = Path(trainer["default_local_dir"])
+    try:
+        content = yaml.safe_load((start / RESOLVED).read_text(encoding="utf-8"))
+        about = json.loads((start / ABOUT).read_text(encoding="utf-8"))
+        trainer = content["trainer"]
+        recorded = Path(trainer["default_local_dir"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise DataError(f"the record of a start cannot be read: {error}", file=start) from error
     if recorded.resolve() != run.resolve():
         content = _move_paths(content, recorded, run.resolve())
     return Start(
