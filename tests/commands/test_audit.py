@@ -183,6 +183,7 @@ TAMPERINGS: list[Callable[[Path, random.Random], None]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_hundred_random_tamperings_are_found(run: Path, tmp_path: Path) -> None:
     draw, missed = random.Random(0), list[str]()
     kept = tmp_path / "kept"

@@ -235,8 +235,9 @@ def read_run(folder: Path) -> SavedRun:
 
 
 def _read_start(start: Path, run: Path) -> Start:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        content = yaml.safe_load((start / RESOLVED).read_text(encoding="utf-8"))
+        content = yaml.load((start / RESOLVED).read_bytes(), loader)
         about = json.loads((start / ABOUT).read_text(encoding="utf-8"))
         trainer = content["trainer"]
         recorded = Path(trainer["default_local_dir"])
