@@ -312,7 +312,7 @@ def audit(
 ) -> None:
     """Compute a run's account again from what it saved."""
     with importing():
-        from agentrl.commands.audit import audit as audit_run
+        from agentrl.commands.audit.report import audit as audit_run
 
     found = audit_run(folder, Console(), num_resampled=resample, seed=seed)
     raise typer.Exit(int(found > 0))

@@ -113,6 +113,10 @@ class CallRecord(Record):
     """What the tool itself reported."""
 
 
+MALFORMED_CALL = "malformed tool call"
+"""Reason for which a turn is excluded under `on_malformed_call: mask`."""
+
+
 class Turn(Record):
     """A part of the response: a completion, tool results, or a reply of the user."""
 

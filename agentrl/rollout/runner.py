@@ -24,7 +24,7 @@ from agentrl.plugins.cancellation import is_cancelled, wait_despite_cancellation
 from agentrl.rollout.compaction import continue_from_summary, count_no_space, media_of
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.failures import describe_failure, find_fault
-from agentrl.rollout.records import CallRecord, TokenDifference, Turn, unix_time
+from agentrl.rollout.records import MALFORMED_CALL, CallRecord, TokenDifference, Turn, unix_time
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import should_interact, turn_seed
 from agentrl.rollout.states import RequestState, StopReason
@@ -338,7 +338,7 @@ class _Run:
         self.calls, self.call_spans = read.calls, read.call_spans
         request.messages.append(read.message)
         if self.calls.malformed and context.settings.on_malformed_call == "mask":
-            request.exclude_turn(turn.index, "malformed tool call")
+            request.exclude_turn(turn.index, MALFORMED_CALL)
         return turn
 
     def _choose_step(self, turn: Turn) -> NextStep:

@@ -73,7 +73,8 @@ class Checkpointer:
         archived = on_main(world, lambda: archive_earlier_outputs(config, path, step))
         self._components.run_logger.info(*archived.describe())
         self._start = on_main(
-            world, lambda: write_start(self._folder, config, num_ranks=world.size)
+            world,
+            lambda: write_start(self._folder, config, num_ranks=world.size, resumed_step=step),
         )
         return state
 

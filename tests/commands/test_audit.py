@@ -13,14 +13,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 
 from agentrl import Trainer
-from agentrl.commands.audit import Check, _move_paths, read_start, run_checks
-from agentrl.commands.resample import TurnChoice, find_checkpoints
+from agentrl.commands.audit.report import run_checks
+from agentrl.commands.audit.resample import LIMITS, Resampled, TurnChoice, resample
+from agentrl.commands.audit.saved_run import Check, read_run
 from agentrl.config import load_config, parse_config
-from agentrl.config.schema.run import TrainerConfig
+from agentrl.config.schema.run import RolloutConfig, TrainerConfig
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.errors import DataError
+from agentrl.remote_io import Location
+from agentrl.rollout.records import MALFORMED_CALL
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.seeding import draw_seed
 from agentrl.trainer.components import start_components
 from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.rollouts.digests import (
@@ -30,16 +36,26 @@ from agentrl.trainer.rollouts.digests import (
     drop_digests,
     read_digests,
 )
-from agentrl.trainer.rollouts.files import read_rollouts
+from agentrl.trainer.rollouts.files import TrajectorySummary, read_rollouts
 from agentrl.trainer.setup.rollout_setup import make_manager
 from agentrl.workers.distributed import stop_world
-from tests.fakes.runs import CALL, read_lines, run_agentrl, scripted, tiny_run, write_yaml
+from tests.fakes.runs import (
+    CALL,
+    put,
+    read_lines,
+    run_agentrl,
+    scripted,
+    tiny_run,
+    write_jsonl,
+    write_yaml,
+)
 from tests.fakes.torchrun import ranks_of
 from tests.fakes.vision_runs import vision_run
 from tests.trainer.test_branch_runs import LOOP
 
 WORDS = ("#### 42", "well 17", "no 3 or 4", CALL, "#### 5 6 7", "it is 8")
 Line = dict[str, Any]
+SEED = RolloutConfig().seed
 
 
 def train(home: Path, folder: Path, *, is_scripted: bool = True, **changes: Any) -> Path:
@@ -78,7 +94,10 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def original(
     tiny_home: Path, tmp_path_factory: pytest.TempPathFactory, scored: dict[str, Any]
 ) -> Path:
-    return train(tiny_home, tmp_path_factory.mktemp("audit") / "run", **scored)
+    folder = tmp_path_factory.mktemp("audit") / "run"
+    return train(
+        tiny_home, folder, **scored, trainer__validation_data_dir=str(folder / "validation")
+    )
 
 
 @pytest.fixture
@@ -97,17 +116,14 @@ def copy_run(original: Path, tmp_path: Path) -> Path:
 
 def found(run: Path) -> dict[str, str]:
     """The first difference of each check that has one."""
-    config = read_start(run)
-    assert config.trainer.rollout_data_dir is not None
-    checks = run_checks(config, run, config.trainer.rollout_data_dir)
+    checks = run_checks(read_run(run))
     return {one.name: str(one.differences[0].args[0]) for one in checks if one.differences}
 
 
 def test_an_untouched_run_has_no_difference(
     original: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = read_start(original)
-    checks = run_checks(config, original, original / "rollouts")
+    checks = run_checks(read_run(original))
     assert {one.name: one.differences for one in checks} == {one.name: [] for one in checks}
     assert all(one.num > 0 for one in checks), [(one.name, one.not_done) for one in checks]
     output = run_agentrl(capsys, "audit", original)
@@ -170,6 +186,7 @@ TAMPERINGS: list[Callable[[Path, random.Random], None]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_hundred_random_tamperings_are_found(run: Path, tmp_path: Path) -> None:
     draw, missed = random.Random(0), list[str]()
     kept = tmp_path / "kept"
@@ -197,7 +214,10 @@ def test_a_missing_line_and_a_changed_line_of_digests_are_found(run: Path) -> No
     file.write_text("".join(lines[1:]))
     assert "does not continue the chain" in found(run)["digests"]
     file.write_text("".join(lines[:-1]))
-    assert found(run) == {"weights": "the weights after a step have no digest"}
+    assert found(run) == {
+        "weights": "the weights after a step have no digest",
+        "versions": "turns were sampled by weights without a digest",  # those of validation
+    }
     file.write_text("".join(lines[:-2]))
     assert "has no digest" in found(run)["digests"]
     file.write_text("".join(lines).replace('"step": 1', '"step": 2', 1))
@@ -256,28 +276,40 @@ def rewrite(run: Path, change: Callable[[list[Line]], Any], step: int = 2) -> No
     add_digests(run)
 
 
-def rewrite_tokens(run: Path, name: str) -> None:
-    """Change the first value of a column of step 2, and write the digests again."""
+def rewrite_tokens(run: Path, name: str, change: Callable[[list[Any]], Any] | None = None) -> None:
+    """Change a column of step 2, by default its first value, and write the digests again."""
     file = run / "rollouts/step_000002.tokens.parquet"
     table = pq.read_table(file)
     rows = table[name].to_pylist()
-    rows[0][0] += 1.0 if name != "response_mask" else -1.0
+    if change is not None:
+        change(rows)
+    else:
+        rows[0][0] += 1.0 if name != "response_mask" else -1.0
     column = pa.array(rows, table.schema.field(name).type)
     table = table.set_column(table.column_names.index(name), name, column)
     pq.write_table(table, file)
     add_digests(run)
 
 
+def rewrite_metrics(run: Path, change: Callable[[list[Line]], Any]) -> None:
+    """Change the lines of the metrics."""
+    file = run / "metrics.jsonl"
+    lines = read_lines(file)
+    change(lines)
+    write_jsonl(file, lines)
+
+
 def add_digests(run: Path, weights_of_start: str | None = None) -> None:
-    folder = run / "rollouts"
-    before = read_digests(folder)
-    (folder / DIGESTS_FILE).unlink()
-    for one in before:
-        if one.is_of_weights:
-            changed = None if one.step else weights_of_start
-            add_weight_digest(folder, one.step, changed or one.digest)
-        else:
-            add_digest(folder / one.file, one.step)
+    """Write the digests again, with their chain; those of missing files are dropped."""
+    for folder in (run / "rollouts", run / "validation"):
+        before = read_digests(folder) if folder.is_dir() else []
+        (folder / DIGESTS_FILE).unlink(missing_ok=True)
+        for one in before:
+            if one.is_of_weights:
+                changed = None if one.step else weights_of_start
+                add_weight_digest(folder, one.step, changed or one.digest)
+            elif (folder / one.file).is_file():
+                add_digest(folder / one.file, one.step)
 
 
 def change_request(name: str, value: Any) -> Callable[[list[Line]], None]:
@@ -296,8 +328,10 @@ def change_a_version(lines: list[Line]) -> None:
 
 def change_the_row(lines: list[Line]) -> None:
     request = lines[0]["request"]
-    plan, step, row, index, sample = request["request_id"].split("-")
-    request["request_id"] = "-".join((plan, step, str((int(row) + 1) % 8), index, sample))
+    plan, step, row, index = request["uid"].split("-")
+    request["uid"] = "-".join((plan, step, str((int(row) + 1) % 8), index))
+    request["request_id"] = f"{request['uid']}-{request['rollout_offset']}"
+    request["seed"] = draw_seed(f"{SEED}:{request['uid']}:{request['rollout_offset']}")
 
 
 @pytest.mark.parametrize(
@@ -316,6 +350,222 @@ def change_the_row(lines: list[Line]) -> None:
 )
 def test_changed_rows_are_found(run: Path, change: Callable[[list[Line]], Any], check: str) -> None:
     rewrite(run, change)
+    assert check in found(run)
+
+
+# Forgeries: several files are changed so that they agree, and their digests are written again.
+
+
+def first_trained(request: Line) -> int:
+    """Index of the first trained token of a response."""
+    return request["loss_mask"].index(1)
+
+
+def forge_log_probs(run: Path) -> None:
+    """Change a log-probability in the line and in its row of tokens."""
+    line = read_lines(run / "rollouts/step_000002.jsonl")[0]["request"]
+    at = first_trained(line)
+
+    def change(lines: list[Line]) -> None:
+        lines[0]["request"]["rollout_log_probs"][at] -= 1
+
+    def change_row(rows: list[Any]) -> None:
+        names = pq.read_table(run / "rollouts/step_000002.tokens.parquet")["request_id"]
+        rows[names.to_pylist().index(line["request_id"])][at] -= 1
+
+    rewrite(run, change)
+    rewrite_tokens(run, "rollout_log_probs", change_row)
+
+
+def exchange_lines_of_steps(run: Path) -> None:
+    other = read_lines(run / "rollouts/step_000001.jsonl")
+    first = other[0]
+
+    def change(lines: list[Line]) -> None:
+        lines[0], other[0] = first, lines[0]
+
+    rewrite(run, change)
+    rewrite(run, lambda lines: lines.__setitem__(slice(None), other), 1)
+
+
+def exchange_rewards(run: Path) -> None:
+    """Exchange the rewards of two samples of a group."""
+
+    def change(lines: list[Line]) -> None:
+        group = [line for line in lines if line["request"]["batch_data_id"] == draw]
+        for name in ("reward", "reward_extra_info"):
+            first, second = (line["request"] for line in group)
+            first[name], second[name] = second[name], first[name]
+        first, second = group
+        first["combined_reward"], second["combined_reward"] = (
+            second["combined_reward"], first["combined_reward"],
+        )  # fmt: skip
+
+    rewards: dict[int, set[float]] = {}
+    for line in read_lines(run / "rollouts/step_000002.jsonl"):
+        rewards.setdefault(line["request"]["batch_data_id"], set()).add(line["combined_reward"])
+    draw = next(index for index, values in rewards.items() if len(values) == 2)
+    rewrite(run, change)
+
+
+def exclude_as_malformed(run: Path) -> None:
+    """Exclude a turn without a malformed call, in the line and in its summary."""
+
+    def change(lines: list[Line]) -> None:
+        request = lines[0]["request"]
+        turn = request["turns"][0]
+        turn["excluded"] = MALFORMED_CALL
+        request["loss_mask"][: turn["end"]] = [0] * turn["end"]
+        saved = AsyncRolloutRequest.model_validate(request)
+        lines[0]["summary"] = TrajectorySummary.of(saved).model_dump()
+
+    rewrite(run, change)
+
+
+def flip_a_call(run: Path) -> None:
+    def change(lines: list[Line]) -> None:
+        turns = [turn for line in lines for turn in line["request"]["turns"] if turn["calls"]]
+        turns[0]["calls"][0]["outcome"] = "tool_error"
+
+    rewrite(run, change)
+
+
+def change_version_by_one(run: Path) -> None:
+    def change(lines: list[Line]) -> None:
+        turns = lines[0]["request"]["turns"]
+        spans = next(turn["weight_versions"] for turn in turns if turn["weight_versions"])
+        spans[0][0] -= 1
+
+    rewrite(run, change)
+
+
+def raise_a_reward(run: Path) -> None:
+    """Raise a reward and the combined reward that follows from it."""
+
+    def change(lines: list[Line]) -> None:
+        lines[0]["request"]["reward"] += 0.5
+        lines[0]["combined_reward"] += 0.5
+
+    rewrite(run, change)
+
+
+def change_the_prompt(run: Path) -> None:
+    def change(lines: list[Line]) -> None:
+        message = next(m for m in lines[0]["request"]["messages"] if m["role"] == "user")
+        message["content"] += " please"
+
+    rewrite(run, change)
+
+
+def change_the_data(run: Path) -> None:
+    """Change a ground truth in the data file, which the copy of the run names."""
+    file = run.parent / "train.parquet"
+    start = run / "starts/0001/resolved.yaml"
+    config = yaml.safe_load(start.read_text())
+    rows = pq.read_table(config["data"]["train_files"][0]).to_pylist()
+    for row in rows:
+        row["reward_model"]["ground_truth"] = "0"
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    config["data"]["train_files"] = [str(file)]
+    start.write_text(yaml.safe_dump(config))
+
+
+def change_key(path: str, value: Any) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        start = run / "starts/0001/resolved.yaml"
+        config = yaml.safe_load(start.read_text())
+        put(config, path, value)
+        start.write_text(yaml.safe_dump(config))
+
+    return change
+
+
+def drop_a_weight_digest(run: Path, step: int = 1) -> None:
+    folder = run / "rollouts"
+    before = read_digests(folder)
+    (folder / DIGESTS_FILE).unlink()
+    for one in before:
+        if one.is_of_weights and one.step != step:
+            add_weight_digest(folder, one.step, one.digest)
+        elif not one.is_of_weights:
+            add_digest(folder / one.file, one.step)
+
+
+def change_validation(change: Callable[[list[Line]], Any]) -> Callable[[Path], None]:
+    def forge(run: Path) -> None:
+        file = run / "validation/val_arithmetic_000002.jsonl"
+        lines = read_lines(file)
+        change(lines)
+        write_jsonl(file, lines)
+        add_digests(run)
+
+    return forge
+
+
+def drop_validation(run: Path) -> None:
+    (run / "validation/val_arithmetic_000002.jsonl").unlink()
+    add_digests(run)
+
+
+def drop_the_last_step(run: Path) -> None:
+    for file in run.glob("*/*_000002*"):
+        file.unlink()
+    add_digests(run)
+    rewrite_metrics(run, lambda lines: lines.pop())
+
+
+def validated_reward(lines: list[Line]) -> None:
+    lines[0]["request"]["reward"] += 0.5
+    lines[0]["combined_reward"] += 0.5
+
+
+def field_of_line(name: str, value: Any) -> Callable[[Path], None]:
+    return lambda run: rewrite(run, change_request(name, value))
+
+
+FORGERIES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "log-probability": (forge_log_probs, "metrics"),
+    "lines of two steps": (exchange_lines_of_steps, "lines"),
+    "rewards of a group": (exchange_rewards, "advantages"),
+    "exclusion": (exclude_as_malformed, "lines"),
+    "outcome of a call": (flip_a_call, "metrics"),
+    "version": (change_version_by_one, "versions"),
+    "reward and its total": (raise_a_reward, "rewards"),
+    "prompt": (change_the_prompt, "data"),
+    "data file": (change_the_data, "data"),
+    "ground truth": (field_of_line("ground_truth", "0"), "data"),
+    "seed": (field_of_line("seed", lambda seed: seed + 1), "lines"),
+    "temperature": (
+        field_of_line("sampling", lambda sampling: sampling | {"temperature": 0.7}),
+        "lines",
+    ),
+    "step of a line": (lambda run: rewrite(run, lambda lines: lines[0].update(step=1)), "lines"),
+    "estimator": (change_key("algorithm.adv_estimator", "rloo"), "advantages"),
+    "seed of the run": (change_key("rollout.seed", 7), "lines"),
+    "order": (change_key("data.seed", 7), "order"),
+    "group of tokens": (
+        lambda run: rewrite_tokens(run, "uid", lambda rows: rows.reverse()),
+        "advantages",
+    ),
+    "weight digest": (drop_a_weight_digest, "weights"),
+    "reward of validation": (change_validation(validated_reward), "metrics"),
+    "line of validation": (change_validation(lambda lines: lines.pop()), "metrics"),
+    "file of validation": (drop_validation, "lines"),
+    "last step": (drop_the_last_step, "weights"),
+    "metric of validation": (
+        lambda run: rewrite_metrics(
+            run, lambda lines: lines[-1].update({"val/arithmetic/success": 2.0})
+        ),
+        "metrics",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_forgeries_are_found(run: Path, forgery: str) -> None:
+    forge, check = FORGERIES[forgery]
+    forge(run)
     assert check in found(run)
 
 
@@ -390,27 +640,26 @@ def test_the_given_folder_of_a_copied_run_is_audited(
     assert str(copy / "rollouts") in output.err
 
 
-def test_relative_paths_in_the_folder_of_a_copied_run_are_found(tmp_path: Path) -> None:
-    run = tmp_path / "copy"
-    (run / "policy").mkdir(parents=True)
-    tree = {
-        "paths": ["runs/a/policy", "/home/runs/a/rollouts", "runs/a/missing", "/other/a/policy"],
-        "name": "a",
-    }
-    assert _move_paths(tree, Path("/home/runs/a"), run) == {
-        "paths": [f"{run}/policy", f"{run}/rollouts", "runs/a/missing", "/other/a/policy"],
-        "name": "a",
-    }
-
-
 def test_a_run_without_saved_rollouts_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(DataError, match="no record of a start"):
-        read_start(tmp_path)
+        read_run(tmp_path)
     output = run_agentrl(capsys, "audit", tmp_path)
     assert output.code == 2
     assert "no record of a start" in output.err
+
+
+def test_a_run_without_metrics_or_with_a_damaged_start_is_an_error(run: Path) -> None:
+    start = run / "starts/0001/resolved.yaml"
+    content = start.read_text()
+    start.write_text("trainer: [")
+    with pytest.raises(DataError, match="the record of a start cannot be read"):
+        read_run(run)
+    start.write_text(content)
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(DataError, match="the run has no metrics"):
+        read_run(run)
 
 
 # Log-probabilities, computed again.
@@ -428,9 +677,9 @@ def sampled(
 
 def resampled(run: Path, num: int = 1000) -> Check:
     """Compare the log-probabilities of turns; all by default."""
-    config = read_start(run)
-    choice = TurnChoice(num, {0: None, **find_checkpoints(config, run)}, random.Random(0))
-    checks = run_checks(config, run, run / "rollouts", choice)
+    saved = read_run(run)
+    choice = TurnChoice(num, {0: None, **saved.checkpoints}, random.Random(0))
+    checks = run_checks(saved, choice)
     stop_world()
     return checks[-1]
 
@@ -441,10 +690,35 @@ def test_log_probs_computed_again_are_those_at_sampling(
     output = run_agentrl(capsys, "audit", sampled, "--resample", 5, "--seed", 3)
     stop_world()
     assert output.code == 0, output.out
-    assert "no checkpoint of the weights of versions 1" in output.out
+    assert "no checkpoint of weights of version 1" in output.out
     check = resampled(sampled)
     assert check.num >= 16
     assert check.differences == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_one_step_earlier_are_found(
+    tiny_home: Path, tmp_path: Path, scored: dict[str, Any], dtype: str
+) -> None:
+    changes = {"trainer__save_freq": 1, "trainer__max_ckpt_to_keep": None, "model__dtype": dtype}
+    run = read_run(train(tiny_home, tmp_path / "run", is_scripted=False, **scored, **changes))
+
+    def resampled_with(checkpoint: Location | None) -> Resampled:
+        choice = TurnChoice(100, {1: checkpoint}, random.Random(0))
+        choice.offer(run.rollouts, list(read_rollouts(run.rollouts / "step_000002.jsonl")))
+        result = resample(run, choice, {})
+        stop_world()
+        return result
+
+    assert resampled_with(run.checkpoints[1]).differences == []
+    earlier = resampled_with(None)  # the model before training
+    limits = LIMITS[getattr(torch, dtype)]
+    assert earlier.largest_mean > limits.mean
+    if dtype == "bfloat16":  # no token alone shows it
+        assert earlier.largest < limits.token
+        assert "on average" in str(earlier.differences[0])
+    else:
+        assert "another log-probability" in str(earlier.differences[0])
 
 
 def test_the_seed_chooses_the_turns(sampled: Path) -> None:
@@ -514,6 +788,33 @@ def test_a_resumed_run_has_no_difference(
 
 
 @pytest.mark.slow
+def test_each_step_is_checked_with_the_configuration_of_its_start(
+    tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
+) -> None:
+    run, changes = tmp_path / "run", {**scored, "trainer__max_ckpt_to_keep": None}
+    for steps, start in enumerate(
+        [{}, {"trainer__weight_digests": False, "rollout__n": 3}, {"data__train_batch_size": 2}],
+        start=1,
+    ):
+        train(tiny_home, run, trainer__total_training_steps=steps, **changes, **start)
+    assert found(run) == {}
+    folder = run / "rollouts"
+    recorded = [one.step for one in read_digests(folder) if one.is_of_weights]
+    assert recorded == [0, 1, 2, 3]  # the third start recorded those that it resumed from
+    drop_a_weight_digest(run, 2)
+    assert found(run) == {}  # no start has taken step 2 and recorded its digest
+    drop_a_weight_digest(run, 1)
+    assert "no digest" in found(run)["weights"]
+
+
+def test_a_step_that_the_run_did_not_complete_is_left_out(run: Path) -> None:
+    rewrite_metrics(run, lambda lines: lines.pop())
+    assert found(run) == {"weights": "the step of a checkpoint has no metrics"}
+    shutil.rmtree(run / "checkpoints/global_step_2")
+    assert found(run) == {}
+
+
+@pytest.mark.slow
 def test_a_run_with_compaction_has_no_difference(
     tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
 ) -> None:
@@ -576,10 +877,15 @@ def test_a_run_with_pictures_has_no_difference(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     Trainer(load_config(vision_run(tmp_path))).fit()
     stop_world()
-    config, run = read_start(tmp_path / "run"), tmp_path / "run"
-    choice = TurnChoice(6, {0: None, **find_checkpoints(config, run)}, random.Random(0))
-    checks = run_checks(config, run, tmp_path / "rollouts", choice)
+    run = read_run(tmp_path / "run")
+    choice = TurnChoice(6, {0: None, **run.checkpoints}, random.Random(0))
+    checks = run_checks(run, choice)
     stop_world()
     assert checks[-1].num == 6
     assert [str(error) for one in checks for error in one.differences] == []
+    pictures = [
+        path for path in (tmp_path / "rollouts/media").iterdir() if "small" not in path.stem
+    ]
+    pictures[0].write_bytes(pictures[1].read_bytes())
+    assert found(tmp_path / "run")["digests"] == "the picture was changed"
     torch.set_num_threads(threads)

@@ -34,7 +34,7 @@ from agentrl.engines.protocol import Completion, CompletionSource, FinishReason
 from agentrl.errors import EngineError, TemplateError
 from agentrl.messages import CallOutcome, Message, OpenAIFunctionToolSchema
 from agentrl.rollout.context import RolloutContext
-from agentrl.rollout.records import BranchCause, Turn, unix_time
+from agentrl.rollout.records import MALFORMED_CALL, BranchCause, Turn, unix_time
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import draw_seed
 from agentrl.rollout.states import RequestState, StopReason
@@ -482,7 +482,7 @@ class Trajectory:
         if read.calls.malformed:
             self.counts["malformed_calls"] += len(read.calls.malformed)
             if context.settings.on_malformed_call == "mask":
-                record.exclude_turn(turn.index, "malformed tool call")
+                record.exclude_turn(turn.index, MALFORMED_CALL)
         return read
 
     def _reply(

@@ -209,6 +209,7 @@ STARTED_AS = "started_as"
 """Key of the start's folder in a checkpoint."""
 STARTS = "starts"
 RESOLVED = "resolved.yaml"
+ABOUT = "run.json"
 _GIT_TIMEOUT_S = 5
 
 
@@ -270,18 +271,24 @@ def _move(tree: Any, recorded: Path, run: Path) -> Any:
     return tree
 
 
+def find_starts(folder: Path) -> list[Path]:
+    """Find the folders with the records of a run's starts, in order."""
+    return sorted(one for one in (folder / STARTS).glob("[0-9]*") if one.name.isdecimal())
+
+
 def find_last_start(folder: Path) -> Path | None:
     """Return the folder with the record of a run's last start; None if there is none."""
-    return max((folder / STARTS).glob("[0-9]*"), default=None)
+    return max(find_starts(folder), default=None)
 
 
-def write_start(folder: Path, config: RunConfig, *, num_ranks: int) -> str:
+def write_start(folder: Path, config: RunConfig, *, num_ranks: int, resumed_step: int = 0) -> str:
     """Record configuration, command, packages and hardware of a start; only the main rank calls it.
 
     Args:
         folder: The run's folder.
         config: The run's configuration.
         num_ranks: Processes that train.
+        resumed_step: The step that the run resumes from; 0: it begins.
 
     Returns:
         The record's folder, relative to the run's folder: `starts/0001`.
@@ -289,14 +296,13 @@ def write_start(folder: Path, config: RunConfig, *, num_ranks: int) -> str:
     Raises:
         OSError: if it cannot be written.
     """
-    names = [path.name for path in (folder / STARTS).glob("[0-9]*")]
-    number = 1 + max((int(name) for name in names if name.isdecimal()), default=0)
+    number = 1 + max((int(path.name) for path in find_starts(folder)), default=0)
     name = f"{STARTS}/{number:04}"
     given = without_secrets(config.model_dump(mode="json", exclude_unset=True))
     files = {
         "config.yaml": yaml.safe_dump(given, sort_keys=False),
         RESOLVED: yaml.safe_dump(_resolved(config), sort_keys=False),
-        "run.json": json.dumps(_describe(num_ranks), indent=2) + "\n",
+        ABOUT: json.dumps(_describe(num_ranks, resumed_step), indent=2) + "\n",
     }
     for file, text in files.items():
         with atomic_file(folder / name / file) as draft:
@@ -342,7 +348,7 @@ def _shown(leaves: Mapping[str, Any], key: str) -> str:
     return json.dumps(leaves[key]) if key in leaves else "not set"
 
 
-def _describe(num_ranks: int) -> dict[str, Any]:
+def _describe(num_ranks: int, resumed_step: int) -> dict[str, Any]:
     import torch  # here, because `agentrl status` reads the lock without it
 
     return {
@@ -350,6 +356,7 @@ def _describe(num_ranks: int) -> dict[str, Any]:
         "command": without_secrets([_redacted(argument) for argument in sys.argv]),
         "directory": os.getcwd(),
         "num_ranks": num_ranks,
+        "resumed_step": resumed_step,
         "git": {
             "directory": _git_revision(Path.cwd()),
             "agentrl": _git_revision(Path(agentrl.__file__).parent),

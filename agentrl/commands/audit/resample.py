@@ -8,13 +8,16 @@ another token, and that would prove nothing.
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from agentrl.commands.audit.saved_run import SavedRun
 from agentrl.config import RunConfig
 from agentrl.errors import DataError
 from agentrl.media.loading import load_media
@@ -23,20 +26,36 @@ from agentrl.media.processor import MediaProcessor
 from agentrl.media.records import MediaKind, MediaSpan
 from agentrl.remote_io import Location
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.trainer.state.resume import checkpoint_folder
-from agentrl.workers.checkpoint import WEIGHT, Checkpoint, newest_first, open_checkpoint
+from agentrl.workers.checkpoint import open_checkpoint
 from agentrl.workers.distributed import start_world
 from agentrl.workers.load import load_policy
 from agentrl.workers.model import PolicyModel, ScoringParams
 from agentrl.workers.packing import PaddedRows
 from agentrl.workers.scoring import score_rows
-from agentrl.workers.shards import LocalSlice
 from agentrl.workers.snapshot import weight_slices
 from agentrl.workers.tokenizer import load_processor, load_tokenizer
 from agentrl.workers.weight_files import digest_weights, sum_placed_bits
 
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest difference of a token's log-probability, in nats, by the dtype of the policy's layers."""
+
+class Limits(NamedTuple):
+    """Largest differences of log-probabilities that rounding may cause, in nats."""
+
+    token: float
+    """Of one token."""
+    mean: float
+    """Mean over the tokens of the same weights. It finds weights of an earlier step: these change
+    many tokens a little, and one token less than rounding in bfloat16 may."""
+
+    def raised_to(self, metrics: Mapping[str, float]) -> "Limits":
+        """Allow twice the difference of engine and trainer that the run itself logged in a step."""
+        return Limits(
+            max(self.token, 2 * metrics.get("training/rollout_log_probs_diff_max", 0.0)),
+            max(self.mean, 2 * metrics.get("training/rollout_log_probs_diff_mean", 0.0)),
+        )
+
+
+LIMITS = {torch.float32: Limits(1e-3, 1e-4), torch.bfloat16: Limits(0.25, 0.01)}
+"""By the dtype of the policy's layers. docs/runs.md has the measurements."""
 
 
 @dataclass(frozen=True)
@@ -91,41 +110,23 @@ def _find_tokens(file: Path, request: AsyncRolloutRequest) -> Iterator[SampledTo
                     yield SampledTokens(file, request, sequence, turn.index, version, start, end)
 
 
-def find_checkpoints(config: RunConfig, run: Path) -> dict[int, Location]:
-    """Find the checkpoints of a run by step. Its folder may have been moved."""
-    is_local = config.trainer.default_remote_dir is None
-    return dict(newest_first(run / "checkpoints" if is_local else checkpoint_folder(config)))
-
-
-def digest_checkpoint(checkpoint: Checkpoint) -> str:
-    """Compute the digest of the policy's trained weights in a checkpoint."""
-
-    def read() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shape in checkpoint.state.identity.shapes.items():
-            weight = torch.empty(shape)
-            part = LocalSlice(weight, tuple(shape), (0,) * len(shape))
-            checkpoint.read({WEIGHT + name: part})
-            yield name, weight
-
-    return digest_weights(read(), None, sum_placed_bits)
-
-
 @dataclass
 class Resampled:
     """The result of comparing."""
 
     num_tokens: int = 0
-    tolerance: float = 0.0
     largest: float = 0.0
     """Largest difference that was found, in nats."""
+    largest_mean: float = 0.0
+    """Largest mean of the tokens of the same weights, in nats."""
     differences: list[DataError] = field(default_factory=list[DataError])
 
 
-def resample(config: RunConfig, choice: TurnChoice, digests: Mapping[int, str]) -> Resampled:
+def resample(run: SavedRun, choice: TurnChoice, digests: Mapping[int, str]) -> Resampled:
     """Compute the log-probabilities of the chosen turns with their weights, and compare them.
 
     Args:
-        config: The run's configuration.
+        run: The run.
         choice: The turns.
         digests: Of the run's weights, by version, as far as they were recorded.
 
@@ -133,12 +134,13 @@ def resample(config: RunConfig, choice: TurnChoice, digests: Mapping[int, str]) 
         AgentRLError: If the model or a checkpoint cannot be loaded.
         DataError: If an image of a turn is missing.
     """
+    config = run.config
     world = start_world(config.trainer.device, timeout_s=config.trainer.collective_timeout_s)
     fsdp, seed = config.actor.fsdp_config, config.trainer.seed
     kwargs = config.data.mm_processor_kwargs
     processor = load_processor(config.model, load_tokenizer(config.model), kwargs=kwargs)
     policy = load_policy(config.model, world, fsdp, seed=seed, processor=processor)
-    result = Resampled(tolerance=TOLERANCES.get(policy.compute_dtype, max(TOLERANCES.values())))
+    result, limits = Resampled(), LIMITS.get(policy.compute_dtype, LIMITS[torch.bfloat16])
     for version in sorted({one.version for one in choice.chosen}):
         chosen = [one for one in choice.chosen if one.version == version]
         with policy.on_device():
@@ -154,9 +156,9 @@ def resample(config: RunConfig, choice: TurnChoice, digests: Mapping[int, str]) 
                     )
                 )
                 continue
-            for one in chosen:
-                media = _read_media(one, processor)
-                _compare(result, one, _compute_log_probs(policy, one, media, config))
+            raised = limits.raised_to(run.logged.get(version + 1, {}))
+            compute = partial(_compute_log_probs, policy, processor, config)
+            _compare_all(result, chosen, compute, raised)
     return result
 
 
@@ -193,12 +195,12 @@ def _read_media(
 @torch.no_grad()
 def _compute_log_probs(
     policy: PolicyModel,
-    tokens: SampledTokens,
-    media: tuple[MediaSpan, ...] | None,
+    processor: MediaProcessor | None,
     config: RunConfig,
+    tokens: SampledTokens,
 ) -> np.ndarray:
     """Compute the log-probabilities of the tokens after the saved tokens before them."""
-    request = tokens.sequence
+    request, media = tokens.sequence, _read_media(tokens, processor)
     ids = [*request.prompt_ids, *request.response_ids[: tokens.end]]
     mask = torch.zeros((1, tokens.end), dtype=torch.int64)
     mask[0, tokens.start :] = 1
@@ -206,19 +208,45 @@ def _compute_log_probs(
     rows = PaddedRows(
         input_ids, torch.ones_like(input_ids), mask, None if media is None else (media,)
     )
-    params = ScoringParams(temperature=config.rollout.temperature)
+    params = ScoringParams(temperature=request.sampling.temperature)
     budget = config.actor.ppo_max_token_len_per_gpu
     scores = score_rows(policy, rows, params, budget=budget)
     return scores.log_probs[0, tokens.start :].float().numpy()
 
 
-def _compare(result: Resampled, tokens: SampledTokens, found: np.ndarray) -> None:
+def _compare_all(
+    result: Resampled,
+    chosen: Sequence[SampledTokens],
+    compute: Callable[[SampledTokens], np.ndarray],
+    limits: Limits,
+) -> None:
+    """Compare tokens of the same weights: each, and if none differs their mean."""
+    num = len(result.differences)
+    apart = [_compare(result, one, compute(one), limits) for one in chosen]
+    mean = float(np.concatenate(apart).mean())
+    result.largest_mean = max(result.largest_mean, mean)
+    if mean > limits.mean and len(result.differences) == num:
+        result.differences.append(
+            DataError(
+                "the weights give tokens other log-probabilities than those at sampling, on "
+                "average",
+                version=chosen[0].version,
+                found=f"{mean:.2g} nats apart",
+                expected=f"at most {limits.mean:.2g}",
+            )
+        )
+
+
+def _compare(
+    result: Resampled, tokens: SampledTokens, found: np.ndarray, limits: Limits
+) -> np.ndarray:
+    """Return how far the saved log-probability of each token is from the one that was found."""
     request = tokens.sequence
     saved = np.asarray(request.rollout_log_probs[tokens.start : tokens.end], np.float32)
     apart = np.abs(saved - found)
     result.num_tokens += len(apart)
     result.largest = max(result.largest, float(apart.max()))
-    wrong = np.flatnonzero(~(apart <= result.tolerance))  # also what is not a number
+    wrong = np.flatnonzero(~(apart <= limits.token))  # also what is not a number
     if len(wrong):
         at = int(wrong[0])
         result.differences.append(
@@ -226,6 +254,7 @@ def _compare(result: Resampled, tokens: SampledTokens, found: np.ndarray) -> Non
                 "the weights give a token another log-probability than the one at sampling",
                 file=tokens.file, request=request.request_id, turn=tokens.turn,
                 token=tokens.start + at, version=tokens.version, saved=float(saved[at]),
-                expected=f"{found[at]} within {result.tolerance:g}",
+                expected=f"{found[at]} within {limits.token:.2g}",
             )
         )  # fmt: skip
+    return apart

@@ -1,0 +1,1 @@
+"""`agentrl audit`: compute a run's account again from what it saved, and compare."""
