@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("agentrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "agentrl", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("agentrl")
 
 

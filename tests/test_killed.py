@@ -20,13 +20,13 @@ from agentrl.data.files import read_rows
 from agentrl.tools import initialize_tools_from_config
 from agentrl.workers.distributed import start_world, stop_world
 from agentrl.workers.sft import run_sft
+from tests.fakes.forker import ForkedProgram
 from tests.fakes.killed_runs import KILL_POINTS, SCORER, ChildRun, Mark, RunForker
 from tests.fakes.run_differences import differences
 from tests.fakes.runs import (
     CALCULATOR,
     ROOT,
     read_lines,
-    spawn_agentrl,
     tiny_run,
     write_jsonl,
     write_yaml,
@@ -259,7 +259,7 @@ def whole_run_file(folder: Path) -> Path:
 
 def kill_command(run_file: Path, is_time: Callable[[], bool], delay: float) -> None:
     """Run the command, and kill it a moment after the time has come."""
-    process = spawn_agentrl("train", run_file)
+    process = ForkedProgram("agentrl", "train", str(run_file), environment=os.environ)
     try:
         while not is_time():
             assert process.poll() is None, process.communicate()
@@ -273,7 +273,7 @@ def kill_command(run_file: Path, is_time: Callable[[], bool], delay: float) -> N
 
 def finish_command(run_file: Path) -> None:
     """Run the command to its end."""
-    process = spawn_agentrl("train", run_file)
+    process = ForkedProgram("agentrl", "train", str(run_file), environment=os.environ)
     output = process.communicate(timeout=250)
     assert process.returncode == 0, output
 

@@ -2,14 +2,11 @@
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.fakes.forker import ROOT, ForkedProgram
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class RankOutput:
 class Rank:
     """A rank that runs."""
 
-    process: subprocess.Popen[str]
+    process: ForkedProgram
 
     def wait(self, timeout_s: float = 150) -> RankOutput:
         """Wait for its end."""
@@ -56,17 +53,14 @@ def ranks_of(
     common = os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment or {})
     ranks = [
         Rank(
-            subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                env=common | rank_environment(rank, size, port),
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+            ForkedProgram(
+                module, *arguments, environment=common | rank_environment(rank, size, port)
             )
         )
         for rank in range(size)
-    ]  # fmt: skip
+    ]
     try:
         yield ranks
     finally:
         for rank in ranks:
             rank.process.kill()
-            rank.process.wait()

@@ -19,7 +19,7 @@ from tests.fakes.plugins import (
     tiny_template,
 )
 
-quick = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def assert_ledger_agrees(request: AsyncRolloutRequest) -> None:

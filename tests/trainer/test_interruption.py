@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,8 @@ from agentrl.trainer.checkpointer import Checkpointer
 from agentrl.trainer.state.summary import Summary
 from agentrl.workers.optim import PolicyOptimizer
 from tests.fakes.fault_runs import SCORER, Train, assert_same_run, make_run, saved_steps
-from tests.fakes.runs import (
-    read_lines,
-    run_agentrl,
-    spawn_agentrl,
-    tiny_run,
-    write_yaml,
-)
+from tests.fakes.forker import ForkedProgram
+from tests.fakes.runs import read_lines, run_agentrl, tiny_run, write_yaml
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -150,7 +144,7 @@ def test_second_ctrl_c_leaves_at_once(tiny_home: Path, plugin_folder: Path, tmp_
         tiny_home, plugin_folder, tmp_path / "run", data__val_files=None, trainer__test_freq=None
     )
     file = write_yaml(tmp_path / "run.yaml", content)
-    process = spawn_agentrl("train", file)
+    process = ForkedProgram("agentrl", "train", str(file), environment=os.environ)
     try:
         wait_for(plugin_folder / "fired", process)
         time.sleep(2)
@@ -208,16 +202,16 @@ def test_two_ranks_stop_together_and_save(
     assert steps == [1, 2, 3]
 
 
-def spawn_ranks(file: Path) -> list[subprocess.Popen[str]]:
+def spawn_ranks(file: Path) -> list[ForkedProgram]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     own = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    return [spawn_agentrl("train", file, environment=one) for one in own]
+    return [ForkedProgram("agentrl", "train", str(file), environment=one) for one in own]
 
 
-def wait_for(file: Path, process: subprocess.Popen[str], timeout_s: float = 90) -> None:
+def wait_for(file: Path, process: ForkedProgram, timeout_s: float = 90) -> None:
     end = time.monotonic() + timeout_s
     while not file.exists():
         assert process.poll() is None, process.communicate()

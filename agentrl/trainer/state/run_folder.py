@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import IO, Any, Self, cast
@@ -371,8 +372,15 @@ def _describe(num_ranks: int, resumed_step: int) -> dict[str, Any]:
             ],
         },
         "python": platform.python_version(),
-        "packages": dict(sorted({d.name: d.version for d in distributions()}.items())),
+        "packages": _find_packages(),
     }
+
+
+@cache
+def _find_packages() -> dict[str, str]:
+    """Return the version of each installed package; each is a file to parse, so once."""
+    found = (package.metadata for package in distributions())
+    return dict(sorted({each["Name"]: each["Version"] for each in found}.items()))
 
 
 def _redacted(argument: str) -> str:

@@ -20,7 +20,8 @@ from tests.fakes.hostile_texts import HostileTexts, hostile_texts
 
 WITH_TOOLS = ("glm4moe", "gptoss", "llama3_2", "qwen2_5", "qwen3", "qwen3_instruct_2507")
 CASES = (*WITH_TOOLS, "byte fallback")
-NUM_STRINGS = 100_000
+NUM_STRINGS = 20_000
+"""For each template; with the seven of them a hundred thousand and more."""
 RENDERED = 20
 """One of so many conversations is also compared with the template's own rendering."""
 
@@ -96,9 +97,8 @@ def test_control_tokens_generated_strings_forge_no_control_token(name: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
-def test_control_tokens_hundred_thousand_hostile_strings_forge_no_control_token(
+def test_control_tokens_twenty_thousand_hostile_strings_forge_no_control_token(
     name: str,
 ) -> None:
     assert check_conversations(name, NUM_STRINGS) >= NUM_STRINGS

@@ -347,7 +347,7 @@ some_calls = st.lists(
 
 
 @given(some_calls, st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_rendered_hermes_calls_come_back(made: list[tuple[str, dict[str, Any]]], ascii_only: bool):
     text = "Let me see.\n" + "\n".join(
         "<tool_call>\n"
@@ -361,7 +361,7 @@ def test_rendered_hermes_calls_come_back(made: list[tuple[str, dict[str, Any]]],
 
 
 @given(some_calls.filter(bool))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_rendered_json_calls_come_back(made: list[tuple[str, dict[str, Any]]]):
     objects = [json.dumps({"name": name, "parameters": args}) for name, args in made]
     assert calls(parse("llama3_json", ";".join(objects))) == made
@@ -380,7 +380,7 @@ identifiers = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(
         max_size=3,
     )
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_rendered_pythonic_calls_come_back(made: list[tuple[str, dict[str, Any]]]):
     rendered = [
         f"{name}({', '.join(f'{k}={v!r}' for k, v in args.items())})" for name, args in made
@@ -413,7 +413,7 @@ texts = st.lists(fragments | st.text(max_size=5), max_size=12).map("".join)
 
 
 @given(texts, st.sampled_from(sorted(ONE_CALL)), st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_no_text_makes_a_parser_raise(text: str, name: str, starts_in_thought: bool):
     turn = parse(name, text, starts_in_thought=starts_in_thought)
     indices = sorted([call.index for call in (*turn.calls, *turn.malformed)])
@@ -425,7 +425,7 @@ def test_no_text_makes_a_parser_raise(text: str, name: str, starts_in_thought: b
 
 
 @given(texts, st.sampled_from(sorted(ONE_CALL)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_nothing_inside_a_thought_is_a_call_whatever_it_is(text: str, name: str):
     thought = text.replace("</think>", "")
     assert parse(name, thought, starts_in_thought=True).num_calls == 0
@@ -479,7 +479,7 @@ def test_many_broken_calls_are_read_in_linear_time(name: str, piece: str, end: s
 
 
 @given(json_values, st.integers(0, 3), st.text(max_size=40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_long_json_is_read_whatever_window_it_is_cut_at(value: Any, blanks: int, behind: str):
     written = json.dumps([value, "x" * 3000, value], indent=blanks)
     for text in (written, written + " ,", json.dumps(written) + behind):
