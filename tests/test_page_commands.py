@@ -1,4 +1,9 @@
-"""Blocks of commands outside the tutorials run as printed, on short runs of the quick start."""
+"""Blocks of commands outside the tutorials run as printed, on short runs of the quick start.
+
+Blocks that need a network, an account, a GPU or another program are only parsed
+(tests/test_code_blocks.py): `agentrl push`, `agentrl prepare gsm8k`, tau-bench, SGLang, the stages
+of a GPU, and run files of verl with `...` in them. `.ci/run` runs those of README.md.
+"""
 
 import os
 import re
@@ -98,6 +103,17 @@ def test_the_viewer_s_commands_run(trained: Path, capsys: pytest.CaptureFixture[
         else:
             run(capsys, ["1" if word == "40" else word for word in words])
     assert (trained / "pages/index.html").is_file()
+
+
+def test_the_recorded_configuration_runs_in_another_folder(
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    said = run(capsys, ["agentrl", "rollout", str(trained / "run.yaml"), "--num", "1"])
+    assert "calculator" in said
 
 
 def test_the_gateway_s_command_runs(trained: Path):
