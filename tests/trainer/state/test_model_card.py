@@ -76,7 +76,9 @@ def test_a_card_has_no_secret_no_folder_and_no_host(tmp_path: Path, monkeypatch:
     scorer = {
         "path": str(tmp_path / "score.py"),
         "reward_kwargs": {
-            "api_key": "sk-of-the-file", "judge": "sk-of-the-environment", "strict": True,
+            "api_key": "sk-of-the-file",
+            "judge": "sk-of-the-environment",
+            "strict": True,
             "nested": {"file": str(tmp_path), "base_url": "http://host-of-the-run:30000/v1"},
         },
     }
