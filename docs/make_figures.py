@@ -123,9 +123,7 @@ def request() -> Drawing:
     drawing.arrow((670, 101), (670, 223))
     drawing.arrow((90, 131), (90, 238), (608, 238))
     drawing.text(680, 165, "scoring fails", size=11, color=FAINT)
-    drawing.text(
-        100, 256, "from each state: something else than the policy ended it", size=11, color=FAINT
-    )
+    drawing.text(100, 256, "from every state: a failure ends it", size=11, color=FAINT)
     drawing.text(30, 290, "from", color=FAINT, size=12)
     drawing.text(210, 290, "to", color=FAINT, size=12)
     for row, (source, targets) in enumerate(TRANSITIONS.items()):

@@ -1,4 +1,8 @@
-"""The code blocks of the pages: Python runs, run files are valid, commands have these options."""
+"""The code blocks of the pages: Python runs, run files are valid, commands have these options.
+
+The commands run in tests/test_tutorial_pages.py and tests/test_page_commands.py; `await` outside of
+a method runs in tests/agent_loops/test_placeholders.py.
+"""
 
 import ast
 import json

@@ -91,7 +91,7 @@ def find_model(source: Path) -> Path:
     for model in (folder / MODEL, folder):
         if any((model / name).is_file() for name in ("config.json", "adapter_config.json")):
             return model
-    what = f"no exported model in {source}"
+    what = f"no exported model in {source}" if folder.is_dir() else f"no folder {source}"
     expected = f"the folder of a run that has ended, with {MODEL}/, or a Hugging Face folder"
     if (folder / MANIFEST).is_file():
         what = f"{source} is a checkpoint, which other programs cannot load"

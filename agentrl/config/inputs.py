@@ -31,6 +31,7 @@ INPUT_KEYS = (
     "rollout.agent.agent_loop_config_path",
     "rollout.agent.files",
     "rollout.multi_turn.tool_config_path",
+    "rollout.multi_turn.function_tool_path",
     "rollout.multi_turn.interaction_config_path",
     "trainer.resume_from_path",
 )
@@ -38,6 +39,13 @@ INPUT_KEYS = (
 also be something else: a name on the hub, a module, a template's text."""
 OTHER_KEYS = ("trainer", "data.cache_dir", "weight_sync.folder", "cluster", "prepare")
 """Keys (or sections) with folders that a run writes, and with what `prepare` and Ray read."""
+_NAMES_OF_PREPARE = ("prepare.sft.model_path", "prepare.sft.function_tool_path")
+"""Keys of `prepare` whose value can be a path or a name."""
+_MODULE_KEYS = frozenset({
+    "plugins", "data.custom_cls.path", "reward.custom_reward_function.path",
+    "rollout.multi_turn.function_tool_path", "prepare.sft.function_tool_path",
+})  # fmt: skip
+"""Keys whose value is a module unless it ends with `.py`: a package has a folder of that name."""
 
 
 def input_paths(config: RunConfig) -> dict[str, Path]:
@@ -48,18 +56,54 @@ def input_paths(config: RunConfig) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for key in INPUT_KEYS:
         for name, value in _values(config, key):
-            text = str(value)
-            if "\n" not in text and len(text) < 4096 and Path(text).exists():
-                found[name] = Path(text)
+            if _is_file(value):
+                found[name] = Path(str(value))
     return found
 
 
-def with_inputs(config: RunConfig, paths: Mapping[str, Path]) -> RunConfig:
+def with_inputs(
+    config: RunConfig, paths: Mapping[str, Path], keys: Sequence[str] = INPUT_KEYS
+) -> RunConfig:
     """Return the configuration with other paths of some inputs, named as by `input_paths`."""
-    for key in INPUT_KEYS:
+    for key in keys:
         if any(name in paths for name, _ in _values(config, key)):
             config = _replaced(config, key.split("."), key, paths)
     return config
+
+
+def with_absolute_inputs(config: RunConfig) -> RunConfig:
+    """Return the configuration with absolute paths of all files and folders that exist.
+
+    Files that `prepare` reads and writes are included. A relative name of a module is kept.
+    """
+    moved = _absolute(config)
+    names = (*INPUT_KEYS, *_NAMES_OF_PREPARE)
+    paths = {
+        name: Path(value).absolute()
+        for key in names
+        for name, value in _values(moved, key)
+        if _is_file(value) and (key not in _MODULE_KEYS or str(value).endswith(".py"))
+    }
+    return with_inputs(moved, paths, names)
+
+
+def _absolute(value: Any) -> Any:
+    """Make the paths in a section absolute; keys that are not set stay so."""
+    if isinstance(value, Path):
+        return value.absolute() if value.exists() else value
+    if isinstance(value, BaseModel):
+        fields = {name: _absolute(getattr(value, name)) for name in value.model_fields_set}
+        return value.model_copy(update=fields)
+    if isinstance(value, list):
+        return [_absolute(item) for item in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {key: _absolute(item) for key, item in cast("dict[str, Any]", value).items()}
+    return value
+
+
+def _is_file(value: object) -> bool:
+    text = str(value)
+    return "\n" not in text and len(text) < 4096 and Path(text).exists()
 
 
 def _values(config: RunConfig, key: str) -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,7 @@
 """The states of a request, the legal edges between them, and what each stop reason means.
 
 This file is the whole state machine: a table of edges and a table of ends, without I/O.
-`state_diagram` draws the diagram of the documentation from `TRANSITIONS`.
+The figure of the documentation is drawn from `TRANSITIONS`.
 """
 
 from enum import StrEnum
@@ -147,12 +147,3 @@ def check_end(reason: StopReason, *, has_error: bool) -> RequestState:
         expected = "an error" if not has_error else "no error"
         raise TransitionError(f"{reason} ends a request as {state}", expected=expected)
     return state
-
-
-def state_diagram() -> str:
-    """Draw the table of edges as a Mermaid state diagram."""
-    lines = ["stateDiagram-v2", "    [*] --> pending"]
-    for source, targets in TRANSITIONS.items():
-        lines += [f"    {source} --> {target}" for target in _S if target in targets]
-    lines += [f"    {end} --> [*]" for end in _S if end in FINAL_STATES]
-    return "\n".join(lines)

@@ -1,5 +1,7 @@
 """Agent loops with pictures: what they get, which one is behind a token, what is refused."""
 
+import re
+import textwrap
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from agentrl.messages import ContentPart, Message
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 from tests.fakes.plugins import make_context
+from tests.fakes.runs import ROOT
 from tests.fakes.vision_chat import make_vision_template
 from tests.fakes.vision_models import FAMILIES, make_tokenizer, random_picture
 
@@ -99,6 +102,37 @@ class ShowingLoop(AgentLoopBase):
             response_mask=mask,
             multi_modal_data={"images": images} if self.returned else None,
         )
+
+
+def load_page() -> Any:
+    """The block of docs/agent_loops.md with images, as the body of a method."""
+    page = (ROOT / "docs/agent_loops.md").read_text(encoding="utf-8")
+    found = re.search(r"```python\n(images = \(await .*?)```", page, re.S)
+    assert found is not None
+    names: dict[str, Any] = {}
+    head, end = "async def run(self, sampling_params, row):\n", "    return ids, images, output\n"
+    exec(head + textwrap.indent(found[1], "    ") + end, names)
+    return names["run"]
+
+
+class PageLoop(AgentLoopBase):
+    """A turn as docs/agent_loops.md writes it."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        ids, images, output = await load_page()(self, sampling_params, kwargs)
+        assert images
+        sampled = output.token_ids
+        return AgentLoopOutput(
+            prompt_ids=ids, response_ids=sampled, response_mask=[1] * len(sampled)
+        )
+
+
+async def test_the_page_s_block_shows_the_pictures_of_the_row() -> None:
+    request, engine = await drive(PageLoop)
+    assert request.stop_reason is StopReason.ANSWERED, request.error
+    (span,) = request.media_spans
+    assert span.item.loaded.data.tobytes() == FIRST.tobytes()
+    assert engine.shown == [(span,)]
 
 
 class SilentLoop(ShowingLoop):

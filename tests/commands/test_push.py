@@ -100,7 +100,11 @@ def test_without_a_token_it_says_how_to_get_one(
 
 @pytest.mark.parametrize(
     ("folder", "message"),
-    [("checkpoints/global_step_1", "is a checkpoint"), ("checkpoints", "no exported model in")],
+    [
+        ("checkpoints/global_step_1", "is a checkpoint"),
+        ("checkpoints", "no exported model in"),
+        ("nowhere", "no folder"),
+    ],
 )
 def test_what_is_no_model_is_refused(run: Path, hub: FakeHub, capsys: Any, folder, message):
     output = run_agentrl(capsys, "push", run / folder, "me/small")

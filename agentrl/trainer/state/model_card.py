@@ -1,8 +1,9 @@
 """The model card of an exported policy: its base, how and on what it was trained, the results.
 
-The card is made from the run's folder only: the record of its last start, the metrics, and what the
-export wrote next to the model. It names files without their folders, and no machine and no date: a
-run that was resumed has the card of one that was never stopped.
+The card is made from the run's folder: the record of its last start, the metrics, and what the
+export wrote next to the model. The license is that of the base model's own card. The card names
+files without their folders, and no machine and no date: a run that was resumed has the card of one
+that was never stopped.
 """
 
 import json
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCardData, try_to_load_from_cache
+from huggingface_hub.repocard import RepoCard
 from omegaconf import OmegaConf
 
 import agentrl
@@ -29,6 +31,9 @@ from agentrl.workers.lora import ADAPTER_CONFIG
 CARD = "README.md"
 _MAX_NAMES = 20
 """Tools and data sources that are listed; further ones are counted."""
+_MAX_TEXT = 200
+"""Most characters of an argument of a scorer that are shown."""
+_BONUSES = ("tool_call_bonus", "interaction_bonus", "length_penalty")
 _PACKAGES = ("torch", "transformers", "sglang", "peft")
 
 _LOAD = """from transformers import {name}, AutoTokenizer
@@ -59,6 +64,8 @@ class Training(NamedTuple):
     """Step and mean training reward."""
     validations: Mapping[str, Sequence[tuple[int, float]]]
     """Step and success of each validation, by set."""
+    num_validated: Mapping[str, int]
+    """Requests of a validation, by set; sets whose metrics have no number are left out."""
 
     @classmethod
     def read(cls, run: Path, model: Path) -> "Training":
@@ -79,17 +86,21 @@ class Training(NamedTuple):
         lines = list(read_metrics(metrics)) if metrics.is_file() else []
         rewards: list[tuple[int, float]] = []
         validations: dict[str, list[tuple[int, float]]] = {}
+        num_validated: dict[str, int] = {}
         for step, one in lines:
             rewards += [(step, one[key]) for key in REWARD_KEYS if key in one][:1]
             for name, value in one.items():
                 if name.startswith("val/") and name.endswith("/success"):
                     validations.setdefault(name[4:-8], []).append((step, value))
+                elif name.startswith("val/") and name.endswith("/num"):
+                    num_validated[name[4:-4]] = int(value)
         return cls(
             OmegaConf.create(yaml.safe_load((start / RESOLVED).read_text("utf-8"))),
             json.loads((start / "run.json").read_text("utf-8")),
             json.loads(about.read_text("utf-8")) if about.is_file() else {},
             rewards,
             validations,
+            num_validated,
         )
 
 
@@ -112,6 +123,7 @@ def make_card(training: Training, model: Path) -> str:
     vision = (model / "preprocessor_config.json").is_file()
     base = _base(config)
     data = ModelCardData(
+        license=_license(base),
         base_model=base if _is_of_hub(base) else None,
         datasets=_datasets(config) or None,
         library_name="peft" if is_adapter else "transformers",
@@ -120,11 +132,13 @@ def make_card(training: Training, model: Path) -> str:
     )
     name = "AutoModelForImageTextToText" if vision else "AutoModelForCausalLM"
     what = "The adapter" if is_adapter else "The policy"
+    step = about.get("step", "?")
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {_plain(config.trainer.experiment_name)}",
-        f"{what} of a training run: {_code(_name(base))}, trained by reinforcement learning with "
-        f"{_code(config.algorithm.adv_estimator)} for {about.get('step', '?')} steps.",
+        f"{what} of a training run: {_code(_described(config, base))}, trained by reinforcement "
+        f"learning with {_code(config.algorithm.adv_estimator)} for {step} "
+        f"{'step' if step == 1 else 'steps'}.",
         "## Load",
         f"```python\n{_LOAD_ADAPTER if is_adapter else _LOAD.format(name=name)}```",
         "Render conversations with the tokenizer's chat template, as in training.",
@@ -146,6 +160,25 @@ def _base(config: Any) -> str:
     return str(config.model.path if sft is None else sft.model_path)
 
 
+def _described(config: Any, base: str) -> str:
+    """Return the base's name, or how it was made: the name of a made folder says nothing."""
+    made = config.prepare.tiny_policy
+    is_made = made is not None and Path(made.out_dir).absolute() == Path(base).absolute()
+    return "random weights, made by prepare.tiny_policy" if is_made else _name(base)
+
+
+def _license(base: str) -> str | None:
+    """Return the license that the base model's card names; None if there is no card with one."""
+    card = try_to_load_from_cache(base, CARD) if _is_of_hub(base) else Path(base) / CARD
+    if not isinstance(card, str | Path) or not Path(card).is_file():
+        return None
+    try:
+        named = RepoCard.load(card, ignore_metadata_errors=True).data.to_dict().get("license")
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return named if isinstance(named, str) else None
+
+
 def _datasets(config: Any) -> list[str]:
     """Return the data sets of the hub from which the run's rows were made."""
     prepare = config.prepare
@@ -155,7 +188,7 @@ def _datasets(config: Any) -> list[str]:
 
 def _hyper_parameters(config: Any, base: str) -> Iterator[tuple[str, object]]:
     actor, algorithm, rollout = config.actor, config.algorithm, config.rollout
-    yield "base model", _name(base)
+    yield "base model", _described(config, base)
     if config.prepare.sft is not None:
         yield "supervised warm-up", f"{config.prepare.sft.steps} steps"
     yield "algorithm.adv_estimator", algorithm.adv_estimator
@@ -188,6 +221,9 @@ def _inputs(config: Any, about: Mapping[str, Any]) -> Iterator[str]:
     if names := _datasets(config):
         yield f"made from: {_names(names)}"
     yield f"rewards: {_names(_scorers(config))} (manager {_code(config.reward.manager)})"
+    yield f"reward.weights: {_code(_shown(_nonzero(config.reward.weights)))}"
+    if more := _nonzero({name: config.reward[name] for name in _BONUSES}):
+        yield f"bonuses and penalties: {_code(_shown(more))}"
     if config.reward.model is not None:
         yield f"reward model: {_code(_name(str(config.reward.model.path)))}"
     yield f"tools: {_names(about.get('tools', [])) or 'none'}"
@@ -197,25 +233,51 @@ def _scorers(config: Any) -> list[str]:
     reward = config.reward
     own = reward.custom_reward_function
     if own is not None:
-        return [f"{_name(str(own.path))}:{own.name}"]
+        return [f"{_name(str(own.path))}:{own.name}{_arguments(own.reward_kwargs)}"]
     if not reward.functions:
         return ["the bundled scorer of each data source"]
     return [
-        f"{one.weight:g} x " + (f"{_name(one.path)}:{one.function}" if one.path else one.name)
+        f"{one.weight:g} x "
+        + (f"{_name(one.path)}:{one.function}" if one.path else one.name)
+        + _arguments(one.reward_kwargs)
         for one in reward.functions
     ]
+
+
+def _arguments(given: Any) -> str:
+    return f" with {_shown(given)}" if given else ""
+
+
+def _nonzero(numbers: Any) -> dict[str, float]:
+    return {str(name): number for name, number in numbers.items() if number}
+
+
+def _shown(values: Any) -> str:
+    """Write arguments as JSON without braces; texts with addresses or folders are left out."""
+    plain = OmegaConf.to_container(values) if OmegaConf.is_config(values) else values
+    return json.dumps(_without_addresses(plain))[1:-1].replace('"', "")
+
+
+def _without_addresses(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _without_addresses(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_addresses(one) for one in value]
+    is_long = isinstance(value, str) and (len(value) > _MAX_TEXT or bool(set("/\\:@") & set(value)))
+    return "..." if is_long else value
 
 
 def _results(training: Training) -> Iterator[str]:
     rows: list[tuple[str, object]] = []
     if training.rewards:
-        (first, begun), (last, ended) = training.rewards[0], training.rewards[-1]
-        rows += [(f"mean training reward, step {first}", f"{begun:.3f}")]
-        rows += [(f"mean training reward, step {last}", f"{ended:.3f}")]
+        for step, value in dict.fromkeys((training.rewards[0], training.rewards[-1])):
+            rows.append((f"mean training reward, step {step}", f"{value:.3f}"))
     for name, found in training.validations.items():
         best = max(found, key=lambda one: one[1])
+        number = training.num_validated.get(name)
+        of = f"{name} ({number} requests)" if number else name
         for step, value in dict.fromkeys((found[0], best, found[-1])):
-            rows.append((f"success on {name}, step {step}", f"{value:.3f}"))
+            rows.append((f"success on {of}, step {step}", f"{value:.3f}"))
     yield _table("figure", "value", rows) if rows else "The run logged no metrics to a file."
 
 
@@ -228,7 +290,9 @@ def _provenance(start: Mapping[str, Any]) -> Iterator[str]:
     named = [f"{name} {packages[name]}" for name in _PACKAGES if name in packages]
     yield f"Python {start.get('python', '?')}, {', '.join(named)}"
     devices = hardware.get("accelerators") or ["CPU"]
-    yield f"{start.get('num_ranks', 1)} ranks; devices: {_names(dict.fromkeys(devices))}"
+    ranks = start.get("num_ranks", 1)
+    named = f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
+    yield f"{named}; devices: {_names(dict.fromkeys(devices))}"
 
 
 # Text.

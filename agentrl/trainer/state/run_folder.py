@@ -34,6 +34,7 @@ import yaml
 import agentrl
 from agentrl.atomic_io import atomic_file, naming_path
 from agentrl.cluster.run_status import STATUS_FILE
+from agentrl.config.inputs import with_absolute_inputs
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.secrets import REDACTED, is_secret_name, without_secrets
 from agentrl.errors import ConfigError
@@ -299,7 +300,7 @@ def write_start(folder: Path, config: RunConfig, *, num_ranks: int, resumed_step
     """
     number = 1 + max((int(path.name) for path in find_starts(folder)), default=0)
     name = f"{STARTS}/{number:04}"
-    given = without_secrets(config.model_dump(mode="json", exclude_unset=True))
+    given = without_secrets(_recorded(config).model_dump(mode="json", exclude_unset=True))
     files = {
         "config.yaml": yaml.safe_dump(given, sort_keys=False),
         RESOLVED: yaml.safe_dump(_resolved(config), sort_keys=False),
@@ -334,7 +335,13 @@ def changed_keys(start: Path, config: RunConfig) -> list[str]:
 
 
 def _resolved(config: RunConfig) -> dict[str, Any]:
-    return without_secrets(config.model_dump(mode="json"))
+    return without_secrets(_recorded(config).model_dump(mode="json"))
+
+
+def _recorded(config: RunConfig) -> RunConfig:
+    """Make the files absolute. Ray's copy of a working directory is removed after the run."""
+    is_copied = config.cluster.runtime_env.working_dir is not None
+    return config if is_copied else with_absolute_inputs(config)
 
 
 def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:

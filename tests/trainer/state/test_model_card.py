@@ -22,13 +22,15 @@ LINES = [
     {"step": 0, "val/math/success": 0.25},
     {"step": 1, "rollout/reward/mean": 0.1},
     {"step": 2, "rollout/reward/mean": 0.5, "val/math/success": 0.75},
-    {"step": 3, "rollout/reward/mean": 0.4, "val/math/success": 0.5},
+    {"step": 3, "rollout/reward/mean": 0.4, "val/math/success": 0.5, "val/math/num": 256.0},
 ]
 
 
-def make_run(folder: Path, *, about: dict[str, Any] | None = None, **sections: Any) -> Path:
+def make_run(
+    folder: Path, *, about: dict[str, Any] | None = None, num_ranks: int = 2, **sections: Any
+) -> Path:
     """Make the folder of a run that has ended; return that of its model."""
-    write_start(folder, parse_config(RUN | sections), num_ranks=2)
+    write_start(folder, parse_config(RUN | sections), num_ranks=num_ranks)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     model = folder / "trained"
     model.mkdir()
@@ -60,8 +62,10 @@ def test_a_card_has_base_method_data_tools_rewards_results_and_revision(tmp_path
         "tools: `calculator`", "data sources: `openai/gsm8k`",
         "rewards: `the bundled scorer of each data source`",
         "| mean training reward, step 1 | `0.100` |", "| mean training reward, step 3 | `0.400` |",
-        "| success on math, step 0 | `0.250` |", "| success on math, step 2 | `0.750` |",
-        "| success on math, step 3 | `0.500` |", "git revision `", "2 ranks",
+        "| success on math (256 requests), step 0 | `0.250` |",
+        "| success on math (256 requests), step 2 | `0.750` |",
+        "| success on math (256 requests), step 3 | `0.500` |",
+        "reward.weights: `trajectory: 1.0`", "git revision `", "2 ranks",
     ):  # fmt: skip
         assert text in card.content
 
@@ -71,7 +75,12 @@ def test_a_card_has_no_secret_no_folder_and_no_host(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("socket.gethostname", lambda: "host-of-the-run")
     scorer = {
         "path": str(tmp_path / "score.py"),
-        "reward_kwargs": {"api_key": "sk-of-the-file", "judge": "sk-of-the-environment"},
+        "reward_kwargs": {
+            "api_key": "sk-of-the-file",
+            "judge": "sk-of-the-environment",
+            "strict": True,
+            "nested": {"file": str(tmp_path), "base_url": "http://host-of-the-run:30000/v1"},
+        },
     }
     card = card_of(
         tmp_path,
@@ -80,7 +89,8 @@ def test_a_card_has_no_secret_no_folder_and_no_host(tmp_path: Path, monkeypatch:
         | {"alerts": {"webhook_url": "https://hooks.example/secret"}},
         rollout={"engine": {"sglang_server": {"api_key": "sk-of-a-server"}}},
     )
-    assert "rewards: `score.py:compute_score`" in card.content
+    assert "rewards: `score.py:compute_score with " in card.content
+    assert "strict: true" in card.content
     for hidden in ("sk-of", "hooks.example", "secret-folder", str(tmp_path), "host-of-the-run"):
         assert hidden not in card.content
 
@@ -92,6 +102,51 @@ def test_a_base_that_is_a_folder_is_named_without_its_path(tmp_path: Path):
     assert "base_model" not in card.data.to_dict()
     assert "| base model | `small` |" in card.content
     assert str(tmp_path) not in card.content
+
+
+def test_a_card_has_the_arguments_and_weights_of_rewards(tmp_path: Path):
+    scorer = {"path": "agentrl.rewards.gsm8k", "reward_kwargs": {"require_tool": True}}
+    reward = {
+        "custom_reward_function": scorer, "weights": {"trajectory": 0.5, "tool": 0.25},
+        "length_penalty": 0.1,
+    }  # fmt: skip
+    card = card_of(tmp_path, reward=reward)
+    for text in (
+        "rewards: `agentrl.rewards.gsm8k:compute_score with require_tool: true`",
+        "reward.weights: `trajectory: 0.5, tool: 0.25`",
+        "bonuses and penalties: `length_penalty: 0.1`",
+    ):
+        assert text in card.content
+
+
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_a_made_policy_is_said_to_have_random_weights(tmp_path: Path, warm_up: bool):
+    made = {"out_dir": str(tmp_path / "policy"), "corpus": "demos.jsonl"}
+    prepare: dict[str, Any] = {"tiny_policy": made}
+    if warm_up:
+        sft = {"model_path": made["out_dir"], "train_file": "demos.jsonl", "out_dir": "warm"}
+        prepare |= {"sft": sft}
+    base = "warm" if warm_up else made["out_dir"]
+    card = card_of(tmp_path, prepare=prepare, model={"path": base}, num_ranks=1)
+    assert "`random weights, made by prepare.tiny_policy`, trained" in card.content
+    assert "- 1 rank; " in card.content
+
+
+@pytest.mark.parametrize(
+    ("text", "license"),
+    [
+        ("---\nlicense: apache-2.0\n---\n# base\n", "apache-2.0"),
+        ("# no metadata\n", None),
+        ("---\nlicense: [a, b]\n---\n", None),
+        ("---\n{broken\n---\n", None),
+    ],
+)
+def test_a_card_has_the_license_of_its_base(tmp_path: Path, text: str, license: str | None):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "README.md").write_text(text)
+    card = card_of(tmp_path / "run", model={"path": str(base)})
+    assert card.data.to_dict().get("license") == license
 
 
 def test_an_adapter_is_loaded_with_peft(tmp_path: Path):

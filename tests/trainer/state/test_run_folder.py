@@ -30,6 +30,32 @@ def test_written_configuration_can_be_run_again(config: Any, tmp_path: Path):
     assert write_start(tmp_path, ours, num_ranks=1) == "starts/0002"
 
 
+def test_written_configuration_names_its_files_from_any_folder(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tools.yaml", "functions.py", "made/weights", "demos.jsonl", "package/a.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("tools: []")
+    turns = {"tool_config_path": "tools.yaml", "function_tool_path": "functions.py"}
+    sft = {"model_path": "made", "train_file": "demos.jsonl", "out_dir": "made"}
+    ours = config(
+        rollout__multi_turn=turns, prepare={"sft": sft}, plugins=["package"],
+        reward__custom_reward_function={"path": "agentrl.rewards.gsm8k"},
+    )  # fmt: skip
+    write_start(tmp_path, ours, num_ranks=1)
+    for name in ("config.yaml", "resolved.yaml"):
+        written = yaml.safe_load((tmp_path / "starts/0001" / name).read_text())
+        files = [written["rollout"]["multi_turn"][key] for key in turns]
+        files += [written["prepare"]["sft"][key] for key in sft]
+        assert [Path(file).is_absolute() for file in files] == [True] * 5
+        assert written["plugins"] == ["package"]
+        assert written["reward"]["custom_reward_function"]["path"] == "agentrl.rewards.gsm8k"
+    given = yaml.safe_load((tmp_path / "starts/0001/config.yaml").read_text())
+    assert set(given["prepare"]["sft"]) == set(sft)
+    assert changed_keys(tmp_path / "starts/0001", ours) == []
+
+
 def test_record_names_command_versions_revision_and_hardware(
     config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
