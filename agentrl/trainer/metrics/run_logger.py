@@ -79,8 +79,6 @@ class RunLogger:
                     self._sinks.append(ConsoleSink(self.console, total_steps))
                 case "jsonl":
                     self._sinks.append(JsonlSink(metrics, resumed_step=resumed_step))
-                    if resumed_step is not None:
-                        self._alerts.replay(metrics)
                 case "tensorboard":
                     folder = run / "tensorboard"
                     self._sinks.append(TensorBoardSink(folder, resumed_step=resumed_step))
@@ -96,6 +94,8 @@ class RunLogger:
                         is_resumed=resumed_step is not None,
                     )
                     self._sinks.append(TrackerSink(tracked, self.info))
+        if resumed_step is not None and metrics.is_file():
+            self._alerts.replay(metrics, resumed_step)
 
     def info(self, *lines: str) -> None:
         """Print lines."""
