@@ -1,8 +1,10 @@
 """Warnings in words about the metrics of a run, and the command or URL that gets them."""
 
+import itertools
 import json
 import logging
 import math
+import re
 import statistics
 import subprocess
 import threading
@@ -13,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agentrl.config.schema.run import AlertRule, AlertsConfig
+from agentrl.config.tables import load_table
+from agentrl.errors import did_you_mean
 from agentrl.trainer.metrics.sinks import REWARD_KEYS, ZERO_SIGNAL, has_no_signal, read_metrics
 
 ENTROPY = "actor/entropy"
@@ -26,6 +30,7 @@ MIN_CHANGES = 3
 NUM_ERRORS = 5
 """Standard errors by which a fall of the reward exceeds its noise. They are many, because the best
 of a run is the largest of many means."""
+_MEANINGS = Path(__file__).with_name("meanings.yaml")
 CALL_TIMEOUT_S = 30.0
 """Seconds that a command or a request of an alert may take."""
 
@@ -153,6 +158,27 @@ class Alerts:
             ).start()
         if config.webhook_url is not None:
             threading.Thread(target=_post, args=(config.webhook_url, content), daemon=True).start()
+
+
+def find_idle_rules(config: AlertsConfig) -> Iterator[str]:
+    """Yield a note for each rule whose metric no run logs."""
+    names = [name for section in load_table(_MEANINGS).values() for name in section]
+    known = [one for name in names for one in expand_name(name)]
+    for rule in config.rules:
+        if not any(re.fullmatch(re.sub(r"<\w+>", ".+", name), rule.metric) for name in known):
+            near = did_you_mean(rule.metric, known)
+            yield f"trainer.alerts.rules: {rule.metric!r} is not a metric of agentrl{near}"
+
+
+def expand_name(name: str) -> list[str]:
+    """Expand `{a,b}` in a name of `meanings.yaml`.
+
+    Example:
+        >>> expand_name("num_turns/{mean,max}")
+        ['num_turns/mean', 'num_turns/max']
+    """
+    parts = [part.split(",") for part in re.split(r"[{}]", name)]
+    return ["".join(chosen) for chosen in itertools.product(*parts)]
 
 
 class _History:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from agentrl.config.schema.run import AlertRule, AlertsConfig
 from agentrl.trainer.metrics import alerts as module
-from agentrl.trainer.metrics.alerts import Alerts
+from agentrl.trainer.metrics.alerts import Alerts, find_idle_rules
 
 REWARD, COMBINED, ENTROPY = "rollout/reward/mean", "rollout/combined_reward/mean", module.ENTROPY
 
@@ -129,6 +129,16 @@ def test_a_rule_without_a_threshold_is_an_error():
         AlertRule(metric="a")
 
 
+def test_rules_for_metrics_that_no_run_logs_get_a_note():
+    known = ["actor/grad_norm", "val/gsm8k/success", "reward/seconds/p95", "scorer/format/max"]
+    rules = [{"metric": name, "above": 1} for name in (*known, "actor/grad_nrm", "reward")]
+    assert list(find_idle_rules(AlertsConfig.model_validate({"rules": rules}))) == [
+        "trainer.alerts.rules: 'actor/grad_nrm' is not a metric of agentrl; "
+        "did you mean 'actor/grad_norm'?",
+        "trainer.alerts.rules: 'reward' is not a metric of agentrl",
+    ]
+
+
 def test_a_resumed_run_knows_the_steps_before(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
     lines = series(REWARD, *[0.8] * 10, 0.1, 0.1, 0.8)
@@ -136,9 +146,8 @@ def test_a_resumed_run_knows_the_steps_before(tmp_path: Path):
     alerts = Alerts(AlertsConfig(window=2), tmp_path)
     alerts.replay(file, resumed_step=11)
     assert alerts.check(12, {REWARD: 0.1}) == []  # told before the resume
-    rewards = [
-        alerts.check(step, {REWARD: reward}) for step, reward in ((13, 0.8), (14, 0.8), (15, 0.1), (16, 0.1))
-    ]
+    steps = enumerate((0.8, 0.8, 0.1, 0.1), start=13)
+    rewards = [alerts.check(step, {REWARD: reward}) for step, reward in steps]
     assert list(map(len, rewards)) == [0, 0, 0, 1]
 
 
