@@ -117,6 +117,7 @@ class Checkpointer:
             unlogged: Metrics of the step that are not logged yet.
         """
         parts = self._components
+        self._world.status.enter(f"checkpoint of step {step}")
         state = RunState(
             step=step,
             identity=identify(parts.actor.policy),
@@ -147,7 +148,10 @@ class Checkpointer:
             CheckpointError: on every rank, if it could not be written.
         """
         running, self._running = self._running, None
-        return None if running is None else running.finish()
+        if running is None:
+            return None
+        self._world.status.enter("checkpoint")
+        return running.finish()
 
     def close(self) -> None:
         """End a write whose result no rank waits for, after an error. Not a collective."""
@@ -164,6 +168,7 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if it cannot be written.
         """
+        self._world.status.enter(f"export of step {step}")
         about = {
             "step": step,
             "val_success": summary.val_success_after,

@@ -27,6 +27,7 @@ from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.tool_parsers import get_tool_parser
 from agentrl.trainer.credit import Credit, estimator_requires, needs_old_log_probs
 from agentrl.trainer.interruption import NestableRunner
+from agentrl.trainer.metrics.alerts import find_idle_rules
 from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.rollout_messages import WorkerSettings
 from agentrl.trainer.rollout_pool import RolloutPool, WorkerScores
@@ -61,6 +62,7 @@ from agentrl.trainer.setup.rollout_setup import (
 )
 from agentrl.trainer.state.data_fingerprint import DataRecord, check_rows
 from agentrl.trainer.state.resume import start_date
+from agentrl.trainer.tracing.profiler import find_idle_profiles
 from agentrl.workers.actor import Actor
 from agentrl.workers.attention import has_dropout
 from agentrl.workers.critic import Critic
@@ -209,6 +211,13 @@ def build_components(
     total_steps = count_steps(config, num_batches)
     record = DataRecord.of(config, data, setup)
     run_logger.notes([*check_rows(record, config), *check_model(config, setup)])
+    profiler = config.trainer.profiler
+    run_logger.notes(
+        [
+            *find_idle_rules(config.trainer.alerts),
+            *find_idle_profiles(profiler, total_steps=total_steps, world_size=world.size),
+        ]
+    )
     encoder = make_reward_encoder(config, setup, data)
     groups = world.with_sequence_groups(config.actor.ulysses_sequence_parallel_size)
     policy = load_policy(

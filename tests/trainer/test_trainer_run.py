@@ -19,6 +19,7 @@ from agentrl.errors import CheckpointError, DataError, RolloutError
 from agentrl.trainer.components import start_components
 from agentrl.trainer.rollouts.files import read_trajectories
 from agentrl.trainer.setup.rollout_setup import make_manager
+from agentrl.workers.rank_status import RankStatus
 from tests.fakes.checkpoints import read_tensors
 from tests.fakes.runs import CALL, read_lines, scripted, tiny_run
 
@@ -301,6 +302,18 @@ def test_finished_run_started_again_is_left_as_it_is(fit: Fit, capsys: pytest.Ca
     assert again.summary.steps == 2
     assert again.summary.val_success_after == first.summary.val_success_after
     assert again.summary.checkpoint == first.summary.checkpoint
+
+
+def test_writing_a_checkpoint_and_the_policy_are_stages(fit: Fit, monkeypatch: pytest.MonkeyPatch):
+    stages, enter = list[str](), RankStatus.enter
+
+    def record(status: RankStatus, stage: str) -> None:
+        stages.append(stage)
+        enter(status, stage)
+
+    monkeypatch.setattr(RankStatus, "enter", record)
+    fit(trainer__total_training_steps=1)
+    assert stages[-3:] == ["checkpoint of step 1", "export of step 1", "checkpoint"]
 
 
 def test_resume_can_be_disabled(fit: Fit):

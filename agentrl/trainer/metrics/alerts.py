@@ -1,24 +1,36 @@
 """Warnings in words about the metrics of a run, and the command or URL that gets them."""
 
+import itertools
 import json
 import logging
 import math
+import re
 import statistics
 import subprocess
 import threading
 import urllib.request
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agentrl.config.schema.run import AlertRule, AlertsConfig
-from agentrl.trainer.metrics.sinks import ZERO_SIGNAL, has_no_signal, read_metrics
+from agentrl.config.tables import load_table
+from agentrl.errors import did_you_mean
+from agentrl.trainer.metrics.sinks import REWARD_KEYS, ZERO_SIGNAL, has_no_signal, read_metrics
 
-REWARD, ENTROPY = "rollout/reward/mean", "actor/entropy"
+ENTROPY = "actor/entropy"
 FAILED, TRUNCATED = "rollout/failed_frac", "response_length/clip_ratio"
 DRIFT = "rollout_corr/k3_kl"
 NO_SIGNAL = "no signal"
+JUMP = 0.2
+"""A share that is so much above its lowest mean has jumped."""
+MIN_CHANGES = 3
+"""Changes of the reward from step to step from which its noise is estimated."""
+NUM_ERRORS = 5
+"""Standard errors by which a fall of the reward exceeds its noise. They are many, because the best
+of a run is the largest of many means."""
+_MEANINGS = Path(__file__).with_name("meanings.yaml")
 CALL_TIMEOUT_S = 30.0
 """Seconds that a command or a request of an alert may take."""
 
@@ -47,70 +59,93 @@ class Alerts:
     def __init__(self, config: AlertsConfig, run: Path) -> None:
         self._config = config
         self._run = str(run)
-        self._rewards = _Windows(config.window)
-        self._entropies = _Windows(config.window)
-        self._active: set[str] = set()
-        self._seen: set[str] = set()
+        self._histories = defaultdict[str, _History](lambda: _History(config.window))
+        self._active: dict[str, str] = {}
+        """The metric of each reason that a warning was given for, and that is not over."""
 
-    def replay(self, file: Path) -> None:
+    def replay(self, file: Path, resumed_step: int) -> None:
         """Learn the metrics of the steps before a resume, without warnings.
 
         Raises:
             DataError: If a line cannot be read.
         """
         for line in read_metrics(file):
-            self._active = {name for name, _, _ in self._find(line.metrics)}
-            self._seen |= line.metrics.keys()
+            if line.step <= resumed_step:
+                self._find_new(line.metrics)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Check the metrics of a step, call for the new warnings, and return their lines."""
-        found, lines = list(self._find(metrics)), list[str]()
-        # Shares that are high from the start do not rise.
-        for name, metric, _ in found:
-            if metric in (FAILED, TRUNCATED) and metric not in self._seen:
-                self._active.add(name)
-        self._seen |= metrics.keys()
-        for name, metric, message in found:
-            if name not in self._active:
-                alert = Alert(self._run, step, metric, float(metrics[metric]), message)
-                if name != NO_SIGNAL:  # the console has its own line for these steps
-                    lines.append(f"warning: step {step}: {message}")
-                self._call(alert)
-        self._active = {name for name, _, _ in found}
+        lines = list[str]()
+        for name, metric, message in self._find_new(metrics):
+            alert = Alert(self._run, step, metric, float(metrics[metric]), message)
+            if name != NO_SIGNAL:  # the console has its own line for these steps
+                lines.append(f"warning: step {step}: {message}")
+            self._call(alert)
         return lines
+
+    def _find_new(self, metrics: Mapping[str, float]) -> list[tuple[str, str, str]]:
+        """Return the reasons that the step before did not have.
+
+        A reason is not over in a step that lacks its metric: not every step is validated.
+        """
+        found = list(self._find(metrics))
+        new = [one for one in found if one[0] not in self._active]
+        absent = {
+            name: metric
+            for name, metric in self._active.items()
+            if not math.isfinite(metrics.get(metric, math.nan))
+        }
+        self._active = absent | {name: metric for name, metric, _ in found}
+        return new
 
     def _find(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
         """Yield name, metric and message of each reason to warn."""
-        config = self._config
-        reward = self._rewards.add(metrics.get(REWARD))
-        if reward is not None and config.reward_fall is not None:
-            best = self._rewards.best
-            if reward < best - config.reward_fall * abs(best):
-                message = f"the mean reward of the last {config.window} steps is {reward:.3g}"
-                yield "reward", REWARD, f"{message}; its best was {best:.3g}"
-        entropy = self._entropies.add(metrics.get(ENTROPY))
-        if entropy is not None and config.entropy_fall is not None:
-            first = self._entropies.first
-            if entropy < (1 - config.entropy_fall) * first:
-                message = f"the entropy of the policy is {entropy:.2g} nats per token"
-                yield "entropy", ENTROPY, f"{message}; in the first steps it was {first:.2g}"
-        if has_no_signal(metrics) and config.no_signal:
+        yield from self._find_fallen(metrics)
+        if has_no_signal(metrics) and self._config.no_signal:
             text = "no group has a learning signal: all samples of each group have the same reward"
             yield NO_SIGNAL, ZERO_SIGNAL, text
+        yield from self._find_high_shares(metrics)
         for rule, text in self._rules():
             value = metrics.get(rule.metric)
             if value is not None and rule.is_met(value):
                 yield rule.describe(), rule.metric, text.format(value=value, rule=rule.describe())
 
-    def _rules(self) -> Iterator[tuple[AlertRule, str]]:
+    def _find_fallen(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+        config = self._config
+        reward = next((key for key in REWARD_KEYS if key in metrics), REWARD_KEYS[0])
+        rewards, entropies = self._histories[reward], self._histories[ENTROPY]
+        mean, entropy = rewards.add(metrics.get(reward)), entropies.add(metrics.get(ENTROPY))
+        share = config.reward_fall
+        if mean is not None and share is not None and rewards.has_fallen(mean, share):
+            message = f"the mean reward of the last {rewards.num_steps} steps is {mean:.3g}"
+            yield "reward", reward, f"{message}; its best was {rewards.best:.3g}"
+        share, first = config.entropy_fall, entropies.first
+        if entropy is not None and share is not None and entropy < (1 - share) * first:
+            message = f"the entropy of the policy is {entropy:.2g} nats per token"
+            yield "entropy", ENTROPY, f"{message}; in the first steps it was {first:.2g}"
+
+    def _find_high_shares(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+        """Find the shares that are high, or that were always high and have jumped."""
         config = self._config
         for metric, limit, text in (
-            (FAILED, config.failed_frac, "{value:.0%} of the requests failed"),
-            (TRUNCATED, config.truncated_frac, "{value:.0%} of the responses were cut"),
-            (DRIFT, config.drift, "engine and trainer differ by {value:.2g} nats per token"),
+            (FAILED, config.failed_frac, "of the requests failed"),
+            (TRUNCATED, config.truncated_frac, "of the responses were cut"),
         ):
-            if limit is not None:
-                yield AlertRule(metric=metric, above=limit), text + " ({rule})"
+            name, value, lowest = metric, metrics.get(metric, 0.0), self._histories[metric].lowest
+            if limit is not None and lowest > limit:
+                name, limit = f"{metric} jumps", lowest + JUMP
+            elif limit is not None and lowest + JUMP < limit:
+                limit = lowest + JUMP
+            if limit is not None and value > limit:
+                before = "" if math.isnan(lowest) else f", it was {lowest:.0%}"
+                yield name, metric, f"{value:.0%} {text} ({metric} above {limit:g}{before})"
+            self._histories[metric].add(metrics.get(metric))
+
+    def _rules(self) -> Iterator[tuple[AlertRule, str]]:
+        config = self._config
+        if config.drift is not None:
+            text = "engine and trainer differ by {value:.2g} nats per token ({rule})"
+            yield AlertRule(metric=DRIFT, above=config.drift), text
         for rule in config.rules:
             yield rule, "{rule}: it is {value:.4g}"
 
@@ -125,24 +160,73 @@ class Alerts:
             threading.Thread(target=_post, args=(config.webhook_url, content), daemon=True).start()
 
 
-class _Windows:
-    """Means over the last steps: the first one, and the best one."""
+def find_idle_rules(config: AlertsConfig) -> Iterator[str]:
+    """Yield a note for each rule whose metric no run logs."""
+    names = [name for section in load_table(_MEANINGS).values() for name in section]
+    known = [one for name in names for one in expand_name(name)]
+    for rule in config.rules:
+        if not any(re.fullmatch(re.sub(r"<\w+>", ".+", name), rule.metric) for name in known):
+            near = did_you_mean(rule.metric, known)
+            yield f"trainer.alerts.rules: {rule.metric!r} is not a metric of agentrl{near}"
 
-    def __init__(self, size: int) -> None:
-        self._values: deque[float] = deque(maxlen=size)
-        self.first = self.best = math.nan
+
+def expand_name(name: str) -> list[str]:
+    """Expand `{a,b}` in a name of `meanings.yaml`.
+
+    Example:
+        >>> expand_name("num_turns/{mean,max}")
+        ['num_turns/mean', 'num_turns/max']
+    """
+    parts = [part.split(",") for part in re.split(r"[{}]", name)]
+    return ["".join(chosen) for chosen in itertools.product(*parts)]
+
+
+class _History:
+    """What a metric was: means over the last steps, and its changes from step to step."""
+
+    def __init__(self, window: int) -> None:
+        self._values: deque[float] = deque(maxlen=window)
+        self.first = self.lowest = math.nan
+        """The first mean and the lowest mean of a whole window."""
+        self.best = math.nan
+        """The highest mean, also of the first steps, which are fewer than a window."""
+        self._best_steps = 1
+        self._num_changes, self._changes, self._largest_change = 0, 0.0, 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the last mean."""
+        return len(self._values)
 
     def add(self, value: float | None) -> float | None:
-        """Return the mean of the last steps; None before there are enough of them."""
+        """Return the mean of the last steps; None if the step has no value."""
         if value is None or not math.isfinite(value):
             return None
+        if self._values:
+            change = abs(value - self._values[-1])
+            self._num_changes, self._changes = self._num_changes + 1, self._changes + change
+            self._largest_change = max(change, self._largest_change)
         self._values.append(value)
-        if len(self._values) < (self._values.maxlen or 1):
-            return None
         mean = statistics.fmean(self._values)
-        self.first = mean if math.isnan(self.first) else self.first
-        self.best = mean if math.isnan(self.best) else max(mean, self.best)
+        if not mean <= self.best:
+            self.best, self._best_steps = mean, len(self._values)
+        if len(self._values) == self._values.maxlen:
+            self.first = mean if math.isnan(self.first) else self.first
+            self.lowest = mean if math.isnan(self.lowest) else min(mean, self.lowest)
         return mean
+
+    def has_fallen(self, mean: float, share: float) -> bool:
+        """Return whether the last mean is below the best by a share of it, and not by noise.
+
+        If the values rose from below zero, the share is that of the rise. The noise of one step is
+        the mean change from step to step, without the largest one, which may be the fall itself.
+        """
+        if self._num_changes < MIN_CHANGES:
+            return False
+        rise = 0.0 if math.isnan(self.lowest) else self.best - self.lowest
+        noise = (self._changes - self._largest_change) / (self._num_changes - 1)
+        error = noise * math.sqrt(1 / self._best_steps + 1 / len(self._values))
+        return self.best - mean > max(share * max(abs(self.best), rise), NUM_ERRORS * error)
 
 
 def _run_command(command: str, content: bytes) -> None:

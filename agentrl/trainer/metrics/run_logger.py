@@ -1,7 +1,8 @@
 """The output of a run: lines, progress, metrics, and the learning curve at the end."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -18,9 +19,12 @@ from agentrl.trainer.metrics.console import ConsoleSink
 from agentrl.trainer.metrics.curve import plot_curve
 from agentrl.trainer.metrics.sinks import METRICS_FILE, JsonlSink, Sink, TensorBoardSink
 from agentrl.trainer.metrics.tracker_process import TrackedRun
-from agentrl.trainer.metrics.trackers import Generation, TrackerSink
+from agentrl.trainer.metrics.trackers import CLOSE_S, Generation, TrackerSink
 from agentrl.trainer.state.run_folder import RunLock
 from agentrl.workers.rank_status import RankStatus
+
+LONG_CLOSE_S = 2.0
+"""Seconds of waiting for trackers after which a line names them."""
 
 
 class RunLogger:
@@ -41,6 +45,7 @@ class RunLogger:
         self.console = console or Console(highlight=False, force_terminal=is_live)
         self.progress = ProgressDisplay(self.console, config.progress if is_main else "off")
         self._sinks: list[Sink] = []
+        self._status: RankStatus | None = None
         self._lock = RunLock(config.default_local_dir)
         self._alerts = Alerts(config.alerts, config.default_local_dir)
 
@@ -79,8 +84,6 @@ class RunLogger:
                     self._sinks.append(ConsoleSink(self.console, total_steps))
                 case "jsonl":
                     self._sinks.append(JsonlSink(metrics, resumed_step=resumed_step))
-                    if resumed_step is not None:
-                        self._alerts.replay(metrics)
                 case "tensorboard":
                     folder = run / "tensorboard"
                     self._sinks.append(TensorBoardSink(folder, resumed_step=resumed_step))
@@ -96,6 +99,8 @@ class RunLogger:
                         is_resumed=resumed_step is not None,
                     )
                     self._sinks.append(TrackerSink(tracked, self.info))
+        if resumed_step is not None and metrics.is_file():
+            self._alerts.replay(metrics, resumed_step)
 
     def info(self, *lines: str) -> None:
         """Print lines."""
@@ -138,6 +143,7 @@ class RunLogger:
 
     def show_stages(self, status: RankStatus) -> None:
         """Show what this rank does in the progress display, and let its work report to it."""
+        self._status = status
         self.progress.stage = lambda: status.stage
         status.progress = self.progress
 
@@ -163,8 +169,20 @@ class RunLogger:
 
     def close(self) -> None:
         """Close what was opened; may be called twice."""
-        try:
-            while self._sinks:
-                self._sinks.pop(0).close()
-        finally:
-            self._lock.release()
+        sinks, self._sinks = self._sinks, []
+        with ExitStack() as stack:  # one that cannot be closed does not keep others open
+            stack.callback(self._lock.release)
+            for sink in reversed(sinks):
+                stack.callback(sink.close)
+            self._end([sink for sink in sinks if isinstance(sink, TrackerSink)])
+
+    def _end(self, trackers: Sequence[TrackerSink]) -> None:
+        """Let the trackers finish at the same time, and report which ones take long."""
+        for tracker in trackers:
+            tracker.end()
+        until = time.monotonic() + LONG_CLOSE_S
+        slow = [one.name for one in trackers if not one.is_finished(until - time.monotonic())]
+        if slow:
+            self.info(f"waiting for {', '.join(slow)} (at most {CLOSE_S:g} s)")
+            if self._status is not None:
+                self._status.enter("waiting for trackers")

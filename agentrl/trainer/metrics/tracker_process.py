@@ -274,22 +274,34 @@ def main() -> None:
 def _follow(
     run: TrackedRun, tracker: Tracker, lines: Iterator[str], output: _Output, *, last_step: int
 ) -> bool:
-    """Log each step after `last_step`; return whether the run closed, and was not killed."""
+    """Log each step after `last_step`; return whether the run closed, and was not killed.
+
+    Tables wait for the metrics of their step: a killed run repeats a step without metrics.
+    """
+    tables: list[dict[str, Any]] = []
     for line in lines:
         message = json.loads(line)
+        if "table" in message:
+            tables.append(message)
+            continue
+        for one in [*tables, message]:
+            if (step := one.get("step", -1)) > last_step:
+                try:
+                    _log(run, tracker, step, one)
+                except (Exception, SystemExit) as error:  # noqa: BLE001
+                    output.fail_once(f"step {step} is not logged in full", error)
+        tables.clear()
         if "closed" in message:
             return True
-        if (step := message["step"]) <= last_step:
-            continue
-        try:
-            if "table" in message:
-                tracker.log_table(step, Table(**message["table"]))
-            else:
-                tracker.log(step, message["metrics"])
-                _write_record(run, tracker, step)
-        except (Exception, SystemExit) as error:  # noqa: BLE001
-            output.fail_once(f"step {step} is not logged in full", error)
     return False
+
+
+def _log(run: TrackedRun, tracker: Tracker, step: int, message: dict[str, Any]) -> None:
+    if "table" in message:
+        tracker.log_table(step, Table(**message["table"]))
+    else:
+        tracker.log(step, message["metrics"])
+        _write_record(run, tracker, step)
 
 
 def _take_streams() -> tuple[Iterator[str], _Output]:

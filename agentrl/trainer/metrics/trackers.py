@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from queue import Full, Queue
+from queue import Queue
 from typing import Any, NamedTuple, get_args
 
 from agentrl.config.schema.run import TrackerName, TrainerConfig
@@ -28,7 +28,7 @@ TRACKERS: tuple[TrackerName, ...] = get_args(TrackerName)
 MAX_QUEUED = 256
 """Messages that wait for a slow tracker; further ones are dropped."""
 CLOSE_S = 60.0
-"""Seconds that the end of a run waits for a tracker."""
+"""Seconds that the end of a run waits for all trackers."""
 _PACKAGES = {"mlflow": ("mlflow", "sqlalchemy", "alembic")}
 _CLOSED = json.dumps({"closed": True}) + "\n"
 
@@ -67,15 +67,16 @@ class TrackerSink:
     """
 
     def __init__(self, run: TrackedRun, report: Callable[[str], None]) -> None:
-        self._name = run.tracker
+        self.name = run.tracker
         self._log_file = Path(run.folder) / "logs" / f"{run.tracker}.log"
         self._report = report
-        self._queue: Queue[str | None] = Queue(MAX_QUEUED)
+        self._queue: Queue[str | None] = Queue()
         self._process: subprocess.Popen[str] | None = None
         self._has_dropped = False
         self._is_ended = False
+        self._close_at: float | None = None
         self._put(asdict(run))
-        self._sender = threading.Thread(target=self._send, name=self._name, daemon=True)
+        self._sender = threading.Thread(target=self._send, name=self.name, daemon=True)
         self._sender.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -89,33 +90,39 @@ class TrackerSink:
         table = {"name": name, "columns": columns, "rows": [[step, *row] for row in rows]}
         self._put({"step": step, "table": table})
 
+    def end(self) -> None:
+        """Let the tracker send the rest and finish; `close` waits for it, from now on."""
+        if self._close_at is None:
+            self._close_at = time.monotonic() + CLOSE_S
+            self._queue.put(None)
+
+    def is_finished(self, wait_s: float) -> bool:
+        """Return whether the tracker has everything, after at most some seconds."""
+        self._sender.join(max(0.0, wait_s))
+        return not self._sender.is_alive()
+
     def close(self) -> None:
         """Wait until the tracker has everything; kill its process if that takes too long."""
-        end = time.monotonic() + CLOSE_S
-        with suppress(Full):
-            self._queue.put(None, timeout=CLOSE_S)
-        self._sender.join(max(0.0, end - time.monotonic()))
-        if not self._sender.is_alive():
+        self.end()
+        assert self._close_at is not None
+        if self.is_finished(self._close_at - time.monotonic()):
             return
         self._note(f"did not finish in {CLOSE_S:g} s, and is ended: the rest is not sent")
         self._is_ended = True
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(Full):
-            self._queue.put(None, timeout=1.0)
         self._sender.join(1.0)
 
     def _note(self, text: str) -> None:
-        self._report(f"note: {self._name}: {text}")
+        self._report(f"note: {self.name}: {text}")
 
     def _put(self, message: dict[str, Any]) -> None:
-        try:
-            self._queue.put_nowait(f"{json.dumps(message)}\n")
-        except Full:
-            if not self._has_dropped:
-                self._has_dropped = True
-                self._note(f"too slow: {MAX_QUEUED} messages wait, and further ones are dropped")
+        if self._queue.qsize() < MAX_QUEUED:
+            self._queue.put(f"{json.dumps(message, ensure_ascii=False)}\n")
+        elif not self._has_dropped:
+            self._has_dropped = True
+            self._note(f"too slow: {MAX_QUEUED} messages wait, and further ones are dropped")
 
     def _send(self) -> None:
         """Start the child process, send what is queued, and wait for the end of the process."""
@@ -148,6 +155,7 @@ class TrackerSink:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 encoding="utf-8",
+                errors="replace",  # lone surrogates, which some packages cannot store
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # Ctrl-C is for the run, which then closes the sink
             )

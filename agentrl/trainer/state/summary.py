@@ -127,10 +127,11 @@ class Summary:
         seconds = f"{self.seconds_total - self.seconds_prepare:.0f} s"
         if (preparation := f"{self.seconds_prepare:.0f} s") != "0 s":
             seconds += f", after {preparation} of preparation"
-        lines = [f"{self.steps} steps in {seconds}; all of it in {folder}"]
+        steps = f"{self.steps} step{'' if self.steps == 1 else 's'}"
+        lines = [f"{steps} in {seconds}; all of it in {folder}"]
         if self.steps_without_signal:
             lines.append(
-                f"{self.steps_without_signal} of {self.steps} steps had no learning signal: "
+                f"{self.steps_without_signal} of {steps} had no learning signal: "
                 "every advantage was 0"
             )
         if self.val_success_after is not None:

@@ -1,16 +1,26 @@
 """`torch.profiler` in chosen steps: a file for each step and rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from agentrl.config.schema.run import TrainerConfig
+from agentrl.config.schema.run import ProfilerConfig, TrainerConfig
 from agentrl.errors import ConfigError
 from agentrl.workers.distributed import World
 
 FOLDER = "profiles"
 """Subfolder of the run's folder."""
+
+
+def find_idle_profiles(
+    config: ProfilerConfig, *, total_steps: int, world_size: int
+) -> Iterator[str]:
+    """Yield a note for steps and ranks that the run does not have."""
+    if steps := [step for step in config.steps if not 1 <= step <= total_steps]:
+        yield f"trainer.profiler.steps: {steps} are not profiled; the last step is {total_steps}"
+    if config.steps and (ranks := [one for one in config.ranks if not 0 <= one < world_size]):
+        yield f"trainer.profiler.ranks: {ranks} are not profiled; the last rank is {world_size - 1}"
 
 
 class StepProfiler:

@@ -1,4 +1,5 @@
 import json
+import random
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -9,9 +10,9 @@ from pydantic import ValidationError
 
 from agentrl.config.schema.run import AlertRule, AlertsConfig
 from agentrl.trainer.metrics import alerts as module
-from agentrl.trainer.metrics.alerts import Alerts
+from agentrl.trainer.metrics.alerts import Alerts, find_idle_rules
 
-REWARD, ENTROPY = module.REWARD, module.ENTROPY
+REWARD, COMBINED, ENTROPY = "rollout/reward/mean", "rollout/combined_reward/mean", module.ENTROPY
 
 
 def warnings_of(lines: list[dict[str, float]], **config: Any) -> list[str]:
@@ -27,17 +28,21 @@ def series(metric: str, *values: float) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        (series(REWARD, 0.1, 0.5, 0.7, 0.3, 0.1, 0.1), ["step 5: the mean reward of the last 2"]),
+        (series(REWARD, 0.5, 0.6, 0.6, 0.1, 0.1), ["step 5: the mean reward of the last 2"]),
         (series(REWARD, 0.1, 0.5, 0.7, 0.5, 0.4, 0.3), []),
-        (series(REWARD, -1.0, -0.5, -0.5, -0.9, -0.9), ["step 5: the mean reward"]),
+        (series(REWARD, -1.0, -0.9, -0.8, -0.8, -1.9, -1.9), ["step 5: the mean reward"]),
         (series(REWARD, 0.0), []),
         (
             series(ENTROPY, 2.0, 2.0, 0.3, 0.1, 0.1),
             ["step 5: the entropy of the policy is 0.1 nats"],
         ),
         (series(module.FAILED, 0.1, 0.3, 0.4, 0.1, 0.5), ["step 2: 30% of", "step 5: 50% of"]),
-        (series(module.TRUNCATED, 0.9, 0.8), []),  # from the start
+        (series(module.TRUNCATED, 0.9, 0.8, 0.9), ["step 1: 90% of"]),  # high from the start
         (series(module.TRUNCATED, 0.4, 0.6), ["step 2: 60% of the responses were cut"]),
+        (series(module.TRUNCATED, 0.55, 0.55, 0.99, 0.6), ["step 1: 55% of", "step 3: 99% of"]),
+        (series(module.TRUNCATED, 0.0, 0.0, 0.45, 0.6), ["step 3: 45% of"]),
+        (series(module.FAILED, 0.25, 0.25, 0.95), ["step 1: 25% of", "step 3: 95% of"]),
+        (series(module.FAILED, 0.25, 0.25, 0.02, 0.02, 0.4), ["step 1: 25%", "step 5: 40%"]),
         (series(module.DRIFT, 0.001, 0.1), ["step 2: engine and trainer differ by 0.1 nats"]),
         (series(module.ZERO_SIGNAL, 0.9, 1.0, 1.0), []),  # the console says so
     ],
@@ -50,6 +55,53 @@ def test_each_reason_is_told_once_until_it_is_over(
     assert all(
         line.startswith(f"warning: {text}") for line, text in zip(said, expected, strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "step"),
+    [
+        ([0.57] + [0.0] * 9, 4),  # from the second step on
+        ([0.57] * 10 + [0.0] * 9, 13),
+        ([0.9] * 10 + [0.1] * 9, 13),
+        ([0.55, 0.62, 0.5, 0.6, 0.58, 0.53, 0.61] + [0.0] * 9, 10),
+    ],
+)
+def test_collapse_is_reported_in_its_third_step_and_once(values: list[float], step: int):
+    [line] = warnings_of(series(REWARD, *values), window=5)
+    assert line.startswith(f"warning: step {step}: the mean reward")
+
+
+def test_best_reward_may_be_that_of_the_first_step():
+    [line] = warnings_of(series(REWARD, 0.57, 0.0, 0.0, 0.0), window=5)
+    assert line.endswith("the mean reward of the last 4 steps is 0.142; its best was 0.57")
+
+
+def test_noise_around_zero_and_a_rise_through_zero_are_no_collapse():
+    for seed in range(5):
+        noise = random.Random(seed).gauss
+        assert warnings_of(series(REWARD, *(noise(0.02, 0.02) for _ in range(60))), window=5) == []
+        rise = (noise(step / 100 - 0.5, 0.05) for step in range(120))
+        assert warnings_of(series(REWARD, *rise), window=5) == []
+
+
+def test_reward_is_the_combined_one_if_a_step_has_it(tmp_path: Path):
+    lines = [{REWARD: 0.0, COMBINED: value} for value in (0.9, 0.9, 0.9, 0.1, 0.1)]
+    [line] = warnings_of(lines, command=f"cat > {tmp_path}/told.json")
+    joined("_run_command")
+    assert "step 5: the mean reward" in line
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert (told["metric"], told["value"]) == (COMBINED, 0.1)
+
+
+def test_reason_is_not_over_in_steps_without_its_metric(tmp_path: Path):
+    lines = [{"val/x/success": 0.1} if step % 2 else {REWARD: 0.5} for step in range(8)]
+    rules = [{"metric": "val/x/success", "below": 0.5}]
+    assert len(warnings_of(lines, rules=rules)) == 1
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": n} | line) + "\n" for n, line in enumerate(lines)))
+    alerts = Alerts(AlertsConfig.model_validate({"rules": rules}), tmp_path)
+    alerts.replay(file, resumed_step=6)  # a step without the metric
+    assert alerts.check(7, {"val/x/success": 0.1}) == []
 
 
 def test_null_switches_a_warning_off():
@@ -77,17 +129,26 @@ def test_a_rule_without_a_threshold_is_an_error():
         AlertRule(metric="a")
 
 
+def test_rules_for_metrics_that_no_run_logs_get_a_note():
+    known = ["actor/grad_norm", "val/gsm8k/success", "reward/seconds/p95", "scorer/format/max"]
+    rules = [{"metric": name, "above": 1} for name in (*known, "actor/grad_nrm", "reward")]
+    assert list(find_idle_rules(AlertsConfig.model_validate({"rules": rules}))) == [
+        "trainer.alerts.rules: 'actor/grad_nrm' is not a metric of agentrl; "
+        "did you mean 'actor/grad_norm'?",
+        "trainer.alerts.rules: 'reward' is not a metric of agentrl",
+    ]
+
+
 def test_a_resumed_run_knows_the_steps_before(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
-    lines = series(REWARD, 0.8, 0.8, 0.1, 0.1)
+    lines = series(REWARD, *[0.8] * 10, 0.1, 0.1, 0.8)
     file.write_text("".join(json.dumps({"step": n} | line) + "\n" for n, line in enumerate(lines)))
     alerts = Alerts(AlertsConfig(window=2), tmp_path)
-    alerts.replay(file)
-    assert alerts.check(5, {REWARD: 0.1}) == []  # told before the resume
-    rewards = [
-        alerts.check(step, {REWARD: reward}) for step, reward in ((6, 0.8), (7, 0.1), (8, 0.1))
-    ]
-    assert list(map(len, rewards)) == [0, 0, 1]
+    alerts.replay(file, resumed_step=11)
+    assert alerts.check(12, {REWARD: 0.1}) == []  # told before the resume
+    steps = enumerate((0.8, 0.8, 0.1, 0.1), start=13)
+    rewards = [alerts.check(step, {REWARD: reward}) for step, reward in steps]
+    assert list(map(len, rewards)) == [0, 0, 0, 1]
 
 
 def joined(name: str) -> None:

@@ -1,7 +1,6 @@
 """meanings.yaml names every metric: those of runs, and those of the code."""
 
 import ast
-import itertools
 import json
 import re
 from pathlib import Path
@@ -18,6 +17,7 @@ from agentrl.messages import CallOutcome
 from agentrl.rewards.combination import Source
 from agentrl.rollout.records import BranchCause
 from agentrl.rollout.states import StopReason
+from agentrl.trainer.metrics.alerts import expand_name
 from tests.fakes.runs import tiny_run
 from tests.trainer.test_critic_runs import score_parity
 
@@ -32,12 +32,6 @@ SOURCES = {
 SUMMARIES = ("mean", "max", "min", "p95")
 
 
-def expand(name: str) -> list[str]:
-    """Expand `{a,b}` to one name each."""
-    parts = [part.split(",") for part in re.split(r"[{}]", name)]
-    return ["".join(chosen) for chosen in itertools.product(*parts)]
-
-
 CHOICES = {
     "<source>": Source, "<outcome>": CallOutcome, "<reason>": StopReason, "<fault>": Fault,
     "<cause>": get_args(BranchCause),
@@ -49,7 +43,7 @@ def choices(placeholder: re.Match[str]) -> str:
     return f"(?:{'|'.join(CHOICES[placeholder[0]])})" if placeholder[0] in CHOICES else "(?:.+)"
 
 
-NAMES = [one for section in TABLE.values() for name in section for one in expand(name)]
+NAMES = [one for section in TABLE.values() for name in section for one in expand_name(name)]
 KNOWN = [re.compile(re.sub(r"<\w+>", choices, name)) for name in NAMES]
 
 

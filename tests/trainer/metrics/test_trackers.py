@@ -1,6 +1,7 @@
 """Trackers: the real packages offline, read back; fake ones that are slow, hang, raise or crash."""
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -9,25 +10,31 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from rich.console import Console
 
 from agentrl import Trainer
 from agentrl.config import parse_config
+from agentrl.config.schema.run import TrainerConfig
 from agentrl.errors import MissingExtraError
-from agentrl.trainer.metrics import trackers
+from agentrl.trainer.metrics import run_logger, trackers
+from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.metrics.tracker_process import TrackedRun
 from agentrl.trainer.metrics.trackers import Generation, TrackerSink
 from agentrl.trainer.setup.preflight import check_run
 from agentrl.trainer.state.run_folder import write_start
+from agentrl.workers.rank_status import open_rank_status
 from tests.fakes.runs import ROOT, read_lines, tiny_run
 
 SECRET = "sk-judge-0123456789"
-ROWS = [Generation(0, 3, "2+2=", "<b>4</b>\n\u0645\x07", 1.5, "answered")]
+ROWS = [Generation(0, 3, "2+2=", "<b>4</b>\n\u0645\x07\ud800", 1.5, "answered")]
+SHOWN = [one._replace(response=one.response.replace("\ud800", "?")) for one in ROWS]
+"""A lone surrogate is replaced: trackio cannot store one."""
 
 FAKE = """
 import json, os, pathlib, sys, time
@@ -130,17 +137,18 @@ def test_metrics_table_configuration_and_environment_arrive_in_order(make_fake, 
     calls = make_fake()
     sink, lines, _ = start(tmp_path / "run")
     log_steps(sink, range(2))
+    sink.log_generations(2, "val/sums/generations", ROWS)  # of a step that ended early
     sink.close()
     [first, *rest] = calls_of(calls)
     name = first[2]
     assert first == ["init", "sums", name, 7, 3]
     assert name.startswith("first-")
-    table = [{"step": 0} | ROWS[0]._asdict()]
+    table = [{"step": 0} | SHOWN[0]._asdict()]
     assert rest[:2] == [
         ["log", 0, {"val/sums/generations": table}],
         ["log", 0, {"actor/loss": 0.0, "val/sums/success": 0.25}],
     ]
-    assert [call[:2] for call in rest[2:]] == [["log", 1], ["log", 1], ["finish"]]
+    assert [call[:2] for call in rest[2:]] == [["log", 1], ["log", 1], ["log", 2], ["finish"]]
     assert lines == [f"note: trackio: run {name} of project sums"]
     assert "chatter" in (tmp_path / "run/logs/trackio.log").read_text()
 
@@ -248,6 +256,47 @@ def test_tracker_that_hangs_delays_no_step_and_is_ended_at_close(
     assert not sink._sender.is_alive()
 
 
+def test_end_of_a_run_waits_for_all_trackers_together_and_closes_every_sink(
+    make_fake, tmp_path, monkeypatch
+):
+    make_fake(finish="time.sleep(600)")
+    monkeypatch.setattr(trackers, "CLOSE_S", 3.0)
+    monkeypatch.setattr(run_logger, "LONG_CLOSE_S", 0.2)
+    out, closed = io.StringIO(), list[str]()
+    logger = RunLogger(TrainerConfig(default_local_dir=tmp_path), console=Console(file=out))
+    status = open_rank_status(None, rank=0, size=1, timeout_s=60.0)
+    logger.show_stages(status)
+    hanging = [start(tmp_path / name).sink for name in ("a", "b", "c")]
+    logger._sinks = [FailingSink(), *hanging, ClosingSink(closed)]
+    began = time.monotonic()
+    with pytest.raises(OSError, match="no space"):
+        logger.close()
+    assert time.monotonic() - began < 7  # one after the other: 9
+    assert out.getvalue() == "waiting for trackio, trackio, trackio (at most 60 s)\n"
+    assert status.stage == "waiting for trackers"
+    assert not any(sink._sender.is_alive() for sink in hanging)
+    assert closed == ["closed"]
+
+
+class ClosingSink:
+    def __init__(self, closed: list[str]) -> None:
+        self._closed = closed
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        self._closed.append("closed")
+
+
+class FailingSink:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        raise OSError("no space left on device")
+
+
 def test_queue_of_a_slow_tracker_is_bounded_and_drops_with_one_note(
     make_fake, tmp_path, monkeypatch
 ):
@@ -283,6 +332,7 @@ import json
 sink = TrackerSink(TrackedRun(**json.loads(sys.argv[1])), print)
 for step in range(3):
     sink.log(step, {"actor/loss": float(step)})
+sink.log_generations(3, "val/sums/generations", [])
 while True:
     time.sleep(0.1)
 """
@@ -306,6 +356,8 @@ def test_tracker_of_a_killed_run_gets_what_was_queued_and_ends(make_fake, tmp_pa
     while calls_of(calls)[-1] != ["finish"] and time.monotonic() < end:
         time.sleep(0.05)
     assert steps_of(calls) == [0, 1, 2]
+    logs = [call for call in calls_of(calls) if call[0] == "log"]
+    assert len(logs) == 3  # the resumed run sends the table of step 3
     assert calls_of(calls)[-1] == ["finish"]
 
 
@@ -507,7 +559,7 @@ def test_real_tracker_offline_has_all_of_a_run_and_of_its_resume(name, tmp_path,
     assert logged.metrics == {
         step: {"actor/loss": loss, "val/sums/success": 0.25} for step, loss in losses.items()
     }
-    assert logged.tables == {step: [{"step": step} | ROWS[0]._asdict()] for step in losses}
+    assert logged.tables == {step: [{"step": step} | SHOWN[0]._asdict()] for step in losses}
     assert logged.config["trainer"]["seed"] == 7
     started = json.loads((folder / "starts/0002/run.json").read_text())
     for key in ("command", "git", "packages", "num_ranks"):

@@ -16,6 +16,13 @@ def test_preparation_is_not_counted_among_the_seconds_of_the_steps():
     assert lines_of(summary) == ["12 steps in 29 s, after 20 s of preparation; all of it in runs/x"]
 
 
+def test_a_single_step_is_a_step():
+    summary = Summary(seed=0, steps=1, seconds_total=5.0, steps_without_signal=1)
+    first, second = lines_of(summary)
+    assert first == "1 step in 5 s; all of it in runs/x"
+    assert second.startswith("1 of 1 step had no learning signal")
+
+
 def test_steps_without_a_learning_signal_are_counted_at_the_end():
     summary = Summary(seed=0, steps=4)
     for share in (1.0, 0.75, 1.0):

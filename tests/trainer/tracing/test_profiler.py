@@ -17,9 +17,23 @@ from tests.fakes.runs import tiny_run
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def test_only_the_chosen_step_is_profiled_with_its_phases(tiny_home: Path, tmp_path: Path):
-    content = tiny_run(tiny_home, tmp_path / "run", trainer__profiler={"steps": [2]})
-    Trainer(parse_config(content)).fit()
+def test_only_the_chosen_step_is_profiled_with_its_phases(
+    tiny_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    content = tiny_run(
+        tiny_home,
+        tmp_path / "run",
+        trainer__profiler={"steps": [0, 2, 99], "ranks": [0, 5]},
+        trainer__alerts={"rules": [{"metric": "actor/grad_nrm", "above": 1}]},
+    )
+    summary = Trainer(parse_config(content)).fit()
+    notes = [line for line in capsys.readouterr().out.splitlines() if "trainer." in line]
+    assert notes == [
+        "note: trainer.alerts.rules: 'actor/grad_nrm' is not a metric of agentrl; "
+        "did you mean 'actor/grad_norm'?",
+        f"note: trainer.profiler.steps: [0, 99] are not profiled; the last step is {summary.steps}",
+        "note: trainer.profiler.ranks: [5] are not profiled; the last rank is 0",
+    ]
     (file,) = (tmp_path / "run/profiles").iterdir()
     assert file.name == "step_000002_rank_0.json.gz"
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
