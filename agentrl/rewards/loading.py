@@ -1,5 +1,6 @@
 """Load the scorers that a reward section names, and check their `reward_kwargs`."""
 
+import dis
 import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -176,6 +177,17 @@ def name_of(scorer: ScoreFn, data_source: str) -> str:
 def parts_of(scorer: ScoreFn) -> list[ScoreFn]:
     """List the parts of weighted scorers, or the one scorer."""
     return [p.scorer for p in scorer.parts] if isinstance(scorer, WeightedScorers) else [scorer]
+
+
+def mentions_ground_truth(scorer: ScoreFn) -> bool:
+    """Whether the code of a scorer reads its argument `ground_truth` (`ground_truths`)."""
+    function = partial(scorer).func
+    called = function if inspect.isroutine(function) else type(function).__call__
+    code = getattr(inspect.unwrap(called), "__code__", None)  # none if it is written in C
+    return code is not None and any(
+        read.opname.startswith("LOAD") and "ground_truth" in str(read.argval)
+        for read in dis.get_instructions(code)
+    )
 
 
 def is_async(scorer: ScoreFn) -> bool:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from agentrl.config import RunConfig, load_config, parse_config, to_yaml
 from agentrl.config.problems import known_keys, nearest_key
 from agentrl.errors import ConfigError
+from agentrl.trainer.setup.preflight import with_absolute_paths
 
 SMALL = {"data": {"train_files": ["train.parquet"]}, "model": {"path": "policy"}}
 
@@ -298,6 +299,7 @@ def test_a_policy_that_prepare_makes_has_the_tokenizer_made_with_it(run_file, to
     prepare = "prepare: {tiny_policy: {out_dir: p, corpus: demos.jsonl}}\n"
     config = load_config(run_file(f"{prepare}data: {{}}\nmodel: {{path: p{tokenizer}}}\n"))
     assert config.prepares_its_policy is expected
+    assert with_absolute_paths(config).prepares_its_policy is expected
 
 
 @pytest.mark.parametrize("empty", [{}, None])
