@@ -51,7 +51,7 @@ from agentrl.trainer.sampling import StepSamples, read_baselines
 from agentrl.trainer.setup.plugins import Plugins, import_plugins
 from agentrl.trainer.setup.rollout_setup import probe_model
 from agentrl.trainer.state.resume import read_start_date
-from agentrl.trainer.state.run_folder import RESOLVED, STARTS, find_last_start
+from agentrl.trainer.state.run_folder import RESOLVED, STARTS, check_run, find_last_start
 from agentrl.workers.checkpoint import open_checkpoint
 
 TOLERANCE = 1e-5
@@ -128,6 +128,7 @@ def audit(run: Path, console: Console, *, num_resampled: int = 0, seed: int = 0)
     Raises:
         DataError: If the folder has no saved rollouts of training, or no record of its start.
     """
+    check_run(run)
     config = read_start(run)
     import_plugins(config.plugins)
     folder = config.trainer.rollout_data_dir

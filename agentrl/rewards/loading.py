@@ -181,7 +181,7 @@ def parts_of(scorer: ScoreFn) -> list[ScoreFn]:
 
 def mentions_ground_truth(scorer: ScoreFn) -> bool:
     """Whether the code of a scorer reads its argument `ground_truth` (`ground_truths`)."""
-    function = partial(scorer).func
+    function = _without_arguments(scorer)
     called = function if inspect.isroutine(function) else type(function).__call__
     code = getattr(inspect.unwrap(called), "__code__", None)  # none if it is written in C
     return code is not None and any(
@@ -192,12 +192,16 @@ def mentions_ground_truth(scorer: ScoreFn) -> bool:
 
 def is_async(scorer: ScoreFn) -> bool:
     """Whether a scorer must be awaited: an `async def`, or an object with an async `__call__`."""
-    function = scorer
-    while isinstance(function, partial):
-        function = cast("ScoreFn", function.func)
+    function = _without_arguments(scorer)
     if inspect.isfunction(function) or inspect.ismethod(function):
         return inspect.iscoroutinefunction(function)
     return inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _without_arguments(scorer: ScoreFn) -> ScoreFn:
+    while isinstance(scorer, partial):
+        scorer = cast("ScoreFn", scorer.func)
+    return scorer
 
 
 def load_scorers(config: RewardConfig) -> ScoreFn | WeightedScorers:

@@ -228,6 +228,7 @@ def test_a_key_of_another_section_leads_to_it():
         ("agent_loop.name", None),
         ("retriever.url", None),
         ("sandbox.url", "reward.sandbox.url"),
+        ("trainer.totl_steps", "trainer.total_training_steps"),
     ],
 )
 def test_a_hint_is_the_key_of_the_nearest_section_or_none(key: str, meant: str | None):
