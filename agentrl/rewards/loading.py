@@ -232,8 +232,7 @@ def _naming(section: str) -> Generator[None]:
     try:
         yield
     except (ConfigError, PluginError) as error:
-        key = error.details.get("key")
-        error.details["key"] = f"{section}.{key}" if key else section
+        error.details["key"] = f"{section}.{error.details.get('key', 'path')}"
         raise
 
 
@@ -245,7 +244,8 @@ def _load_function(config: RewardFunctionConfig, by_source: ScoreFn) -> ScoreFn:
         return partial(by_source, **config.reward_kwargs)
     if config.name not in BUNDLED:
         names = ", ".join([*BUNDLED, BY_SOURCE])
-        raise PluginError(f"no bundled scorer {config.name!r}", expected=f"a path, or {names}")
+        message = f"no bundled scorer {config.name!r}"
+        raise PluginError(message, key="name", expected=f"a path, or {names}")
     return load_bundled(config.name, config.reward_kwargs)
 
 

@@ -61,6 +61,7 @@ from agentrl.trainer.setup.rollout_setup import (
 )
 from agentrl.trainer.state.data_fingerprint import DataRecord, check_rows
 from agentrl.trainer.state.resume import has_steps_to_resume, start_date
+from agentrl.trainer.state.run_folder import removing_failed_start
 from agentrl.workers.actor import Actor
 from agentrl.workers.attention import has_dropout
 from agentrl.workers.critic import Critic
@@ -172,19 +173,27 @@ def prepare_components(
             str, find_dead_keys_here(config, device=world.device.type, engine=choose_engine(config))
         )
     )
-    claim_folders(config)
-    check_folder_is_shared(config, world)
-    with world.raise_on_all_ranks():
-        run_logger.lock_folder()
-    now = start_date(config, world)
-    seconds = prepare_run(config, world, run_logger, plugins.tools, now=now)
-    setup = make_rollout_setup(config, plugins, probe_model(config, plugins, now=now))
-    seed_everything(config.trainer.seed + world.rank)
-    if config.rollout.deterministic:
-        choose_exact_kernels(world.device)
-    return build_components(
-        config, world, run_logger, setup, given, now=now, seconds_prepare=seconds, cluster=cluster
-    )
+    with removing_failed_start(config, is_main=world.is_main):
+        claim_folders(config)
+        check_folder_is_shared(config, world)
+        with world.raise_on_all_ranks():
+            run_logger.lock_folder()
+        now = start_date(config, world)
+        seconds = prepare_run(config, world, run_logger, plugins.tools, now=now)
+        setup = make_rollout_setup(config, plugins, probe_model(config, plugins, now=now))
+        seed_everything(config.trainer.seed + world.rank)
+        if config.rollout.deterministic:
+            choose_exact_kernels(world.device)
+        return build_components(
+            config,
+            world,
+            run_logger,
+            setup,
+            given,
+            now=now,
+            seconds_prepare=seconds,
+            cluster=cluster,
+        )
 
 
 def build_components(

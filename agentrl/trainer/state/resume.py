@@ -16,11 +16,11 @@ from agentrl.trainer.metrics.sinks import METRICS_FILE, move_metrics_aside
 from agentrl.trainer.rollouts.digests import drop_digests
 from agentrl.trainer.rollouts.files import SKIPPED
 from agentrl.trainer.rollouts.line_files import find_later_files
+from agentrl.trainer.state.run_folder import START_FILE
 from agentrl.workers.checkpoint import SUPERSEDED, Checkpoint, newest_first, set_aside_later
 from agentrl.workers.distributed import World
 from agentrl.workers.snapshot import find_latest, on_main, verify_together
 
-START_FILE = "started"
 _HASHED_ELSEWHERE: Any = {
     "trainer": True,
     "prepare": True,
