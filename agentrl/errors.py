@@ -8,6 +8,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from enum import StrEnum
+from pathlib import Path
 
 
 class Fault(StrEnum):
@@ -200,6 +201,12 @@ def find_nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
     """Return the known name that is most similar to a name, if any has the least similarity."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return near[0] if near else None
+
+
+def describe_missing(path: Path) -> str:
+    """Return the message for a missing file, with the most similar name in its folder."""
+    names = (other.name for other in path.parent.glob("*"))
+    return f"no file {path}" + did_you_mean(path.name, names)
 
 
 def printable(text: str) -> str:

@@ -232,7 +232,8 @@ def commands(command: Any, path: str) -> Iterator[str]:
         if hasattr(inner, "commands"):
             yield from commands(inner, whole)
             continue
-        given = [p.metavar for p in inner.params if p.param_type_name == "argument"]
+        arguments = [p for p in inner.params if p.param_type_name == "argument"]
+        given = [p.metavar + ("..." if p.nargs != 1 else "") for p in arguments]
         parameters = [describe_parameter(p) for p in inner.params if not p.hidden]
         usage = " ".join([whole, "[OPTIONS]", *given])
         text = f"## {whole}\n\n{plain(inner.help).strip()}\n\n```text\n{usage}\n```"

@@ -68,6 +68,11 @@ def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
         assert_refused(output, f"no file {tmp_path}/absent.yaml", "expected: a YAML run file")
 
 
+def test_missing_run_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    for command in ("audit", "status", "view"):
+        assert_refused(run_agentrl(capsys, command, tmp_path / "no"), f"no folder {tmp_path}/no")
+
+
 def test_malformed_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("data:\n  train_files: [a, b\nmodel: {}\n")
@@ -167,6 +172,25 @@ def test_reward_function_that_is_not_there(train: Train, tmp_path: Path):
     assert_refused(output, "none.py", "run.yaml")
 
 
+def test_missing_files_are_blamed_on_their_key_and_origin(
+    tiny_home: Path, tmp_path: Path, capsys: Any
+):
+    file = write_yaml(tmp_path / "run.yaml", tiny_run(tiny_home, tmp_path / "run"))
+    (tmp_path / "my_tool.py").touch()
+    for key in ("reward.custom_reward_function.path", "rollout.multi_turn.tool_config_path"):
+        output = run_agentrl(capsys, "train", file, f"{key}={tmp_path}/my_toool.py")
+        assert_refused(output, f"no file {tmp_path}/my_toool.py; did you mean 'my_tool.py'?")
+        assert_refused(
+            output, "(given on the command line)", f"key: {key}", "expected: an existing"
+        )
+        assert "run.yaml" not in output.err
+
+
+def test_module_that_is_not_installed(train: Train, tmp_path: Path):
+    output = train(**tools_yaml(tmp_path, {"class_name": "nomodule.Stock"}))
+    assert_refused(output, "No module named 'nomodule'", "expected: a module that is installed, or")
+
+
 def test_interaction_that_is_none(train: Train, tmp_path: Path):
     entry = {"name": "user", "class_name": "agentrl.tools.calculator_tool.CalculatorTool"}
     file = write_yaml(tmp_path / "users.yaml", {"interaction": [entry]})
@@ -196,6 +220,27 @@ def test_missing_data_file(train: Train, tmp_path: Path):
 def test_row_without_prompt(train: Train, tmp_path: Path):
     output = train_on(train, tmp_path, ROW, {"question": "6*7?"})
     assert_refused(output, "a row without 'prompt'", "row: 1", "rows.jsonl", "data.prompt_key")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("", "the file has no rows"), ('{"question": "1+1?"}', "a row without 'prompt'")],
+)
+def test_wrong_data_file_is_reported_before_anything_is_prepared(
+    train: Train, tmp_path: Path, text: str, reason: str
+):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text)
+    out_dir = tmp_path / "made"
+    output = train(data__train_files=[str(file)], prepare={"arithmetic": {"out_dir": str(out_dir)}})
+    assert_refused(output, f"{file}: ", reason, "key: data.train_files[0]")
+    assert not out_dir.exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_start_that_fails_leaves_no_run_folder(train: Train, tmp_path: Path):
+    train_on(train, tmp_path, {"question": "1+1?"})
+    assert not (tmp_path / "run").exists()
 
 
 def test_data_source_without_a_scorer(train: Train, tmp_path: Path):

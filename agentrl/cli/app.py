@@ -57,7 +57,11 @@ def root(
     show_version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            metavar="",
+            help="Show the version and exit.",
         ),
     ] = False,
 ) -> None:
@@ -71,6 +75,11 @@ def _argument(metavar: str, text: str) -> Any:
 def _option(text: str, **limits: Any) -> Any:
     """Make an option that does not show its default."""
     return typer.Option(help=text, show_default=False, **limits)
+
+
+def _flag(name: str, text: str) -> Any:
+    """Make an option without a value; the help shows no type for it."""
+    return typer.Option(name, help=text, metavar="")
 
 
 RunFile = Annotated[Path, _argument("FILE", "A YAML run file.")]
@@ -155,10 +164,10 @@ def rollout(
     samples: Annotated[int, typer.Option(help="Conversations for each prompt.", min=1)] = 1,
     split: Annotated[str, typer.Option(help="train, or the name of a validation set.")] = "train",
     greedy: Annotated[
-        bool, typer.Option("--greedy", help="Sample as validation does (rollout.val_kwargs).")
+        bool, _flag("--greedy", "Sample as validation does (rollout.val_kwargs).")
     ] = False,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Add a table of every token and its probability.")
+        bool, _flag("--tokens", "Add a table of every token and its probability.")
     ] = False,
     out: Annotated[
         Path | None,
@@ -208,7 +217,7 @@ def status(
     folder: Annotated[
         Path | None, _argument("FOLDER", "trainer.default_local_dir; default: the newest of runs/.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, _flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Show what a run does now."""
     from agentrl.commands.status import show_status
@@ -226,13 +235,13 @@ _VIEW_HELP = (
 @app.command(help=_VIEW_HELP)
 def view(
     folders: Annotated[
-        list[Path], _argument("RUN...", "Folders of runs (trainer.default_local_dir).")
+        list[Path], _argument("RUN", "Folders of runs (trainer.default_local_dir).")
     ],
     port: Annotated[
         int | None, _option("Port of the web page. Default: a free one.", min=0, max=65535)
     ] = None,
     export: Annotated[Path | None, _option("Write the pages to this new folder.")] = None,
-    terminal: Annotated[bool, typer.Option("--terminal", help="Print the lists.")] = False,
+    terminal: Annotated[bool, _flag("--terminal", "Print the lists.")] = False,
     step: Annotated[
         list[int] | None,
         _option(
@@ -328,9 +337,7 @@ _PUSH_HELP = (
 def push(
     folder: Annotated[Path, _argument("FOLDER", "Folder of a run, or of a Hugging Face model.")],
     repo: Annotated[str, _argument("REPO", "owner/name; the repository is made if missing.")],
-    private: Annotated[
-        bool, typer.Option("--private", help="Make a new repository private.")
-    ] = False,
+    private: Annotated[bool, _flag("--private", "Make a new repository private.")] = False,
     revision: Annotated[str | None, _option("Branch to push to, made if missing.")] = None,
     message: Annotated[str | None, _option("Message of the commit.")] = None,
 ) -> None:

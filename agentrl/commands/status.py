@@ -252,7 +252,6 @@ def describe(report: Report) -> str:
     lines = [f"{report.folder}: {report.state.value} ({report.detail})", _describe_step(report)]
     status = report.cluster
     if status is None:
-        lines.append("not on Ray: no pools and nodes")
         return "\n".join(lines)
     lines.append(
         f"driver: process {report.pid} on {report.host}; status written "

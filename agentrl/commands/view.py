@@ -1,7 +1,9 @@
 """`agentrl view`: show runs on a local web page, in the terminal, or as exported pages."""
 
 import asyncio
+import errno
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -57,7 +59,8 @@ def view_runs(folders: Sequence[Path], options: ViewOptions, say: Callable[[str]
         if done.num_left_out:
             say(f"left out: {done.num_left_out:,} trajectories; a larger --limit adds them")
     else:
-        asyncio.run(_serve(runs, options.port or 0, say))
+        with suppress(KeyboardInterrupt):  # Ctrl-C is how a server ends
+            asyncio.run(_serve(runs, options.port or 0, say))
 
 
 def _print(runs: Sequence[RunReader], options: ViewOptions) -> None:
@@ -113,7 +116,9 @@ async def _serve(runs: Sequence[RunReader], port: int, say: Callable[[str], None
     try:
         await server.start()
     except OSError as error:
-        raise ConfigError(f"port {port}: {error.strerror}", expected="a free --port") from error
+        is_in_use = error.errno == errno.EADDRINUSE
+        reason = " is in use" if is_in_use else f": {error.strerror}"
+        raise ConfigError(f"port {port}{reason}", expected="a free --port") from error
     try:
         say(f"{server.address}")
         say("Open this address in a browser on this machine. Ctrl-C ends the server.")

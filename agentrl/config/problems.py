@@ -115,10 +115,19 @@ def nearest_key(key: str, known: Sequence[str] | None = None) -> str | None:
     leaves = {other.rpartition(".")[2]: other for other in reversed(existing)}
     listed = _INDEX.sub("", section)  # all items of a list have the same keys
     siblings = [k.rpartition(".")[2] for k in existing if k.rpartition(".")[0] == listed]
-    if found := find_nearest(leaf, siblings):
+    if found := _find_same_words(leaf, siblings) or find_nearest(leaf, siblings):
         return f"{section}.{found}".removeprefix(".")
     found = find_nearest(leaf, leaves, cutoff=0.75)
     return leaves[found] if found else None
+
+
+def _find_same_words(name: str, known: Sequence[str]) -> str | None:
+    """Find the shortest known name that has every word of a name of several words, misspelt."""
+    words = name.split("_")
+    fitting = (
+        one for one in known if all(find_nearest(w, one.split("_"), cutoff=0.8) for w in words)
+    )
+    return min(fitting, key=len, default=None) if len(words) > 1 else None
 
 
 def _closest(section: str, keys: Sequence[str]) -> str | None:

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,8 @@ def untyped_datasets() -> Any:
 
 
 def _first_rows(path: Path, reader: Callable[[Path], list[Row]], max_rows: int) -> list[Row]:
+    if reader is _read_jsonl:
+        return _read_jsonl(path, max_rows)
     if reader is not _read_parquet:
         return reader(path)[:max_rows]
     # A file of 70 KB may contain gigabytes of equal texts, so do not read all of it.
@@ -148,9 +151,10 @@ def _read_json(path: Path) -> list[Row]:
     return _parse(text, path) if text.lstrip().startswith("[") else _read_jsonl(path)
 
 
-def _read_jsonl(path: Path) -> list[Row]:
+def _read_jsonl(path: Path, max_rows: int | None = None) -> list[Row]:
     with path.open(encoding=_TEXT) as stream:
-        return [_parse(line, path, number) for number, line in enumerate(stream) if line.strip()]
+        filled = ((number, line) for number, line in enumerate(stream) if line.strip())
+        return [_parse(line, path, number) for number, line in islice(filled, max_rows)]
 
 
 def _parse(text: str, path: Path, lines_before: int = 0) -> Any:

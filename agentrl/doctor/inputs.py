@@ -154,6 +154,8 @@ def check_sandboxes(config: RunConfig, plugins: Plugins, data: Result[RunData]) 
         try:
             check_sandbox(keys, key=f"sandbox of {name}")
         except AgentRLError as error:
+            for provider in ISOLATING_PROVIDERS:  # the row has these reasons already
+                error.details.pop(provider, None)
             faults.append(str(error))
     users = ", ".join(f"{name} ({keys.provider})" for name, keys in used.items())
     reasons = {provider: unavailable_reason(provider) for provider in ISOLATING_PROVIDERS}

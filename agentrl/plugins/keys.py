@@ -17,7 +17,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from agentrl.errors import AgentRLError, ConfigError, did_you_mean
+from agentrl.errors import AgentRLError, ConfigError, describe_missing, did_you_mean
 from agentrl.validation_messages import (
     describe_expected,
     describe_malformed,
@@ -139,6 +139,8 @@ def add_place(error: AgentRLError, *, file: str | Path, key: str) -> None:
 def _read_yaml(file: Path) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.load(file, **_MORE_NODES), resolve=True)
+    except FileNotFoundError:
+        raise ConfigError(describe_missing(file), file=file, expected="a YAML file") from None
     except OSError as error:
         looked_in = None if file.is_absolute() else Path.cwd()
         raise ConfigError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from agentrl.errors import PluginError, did_you_mean
+from agentrl.errors import PluginError, describe_missing, did_you_mean
 from agentrl.plugins.from_verl import derives_from_verl, switch_hint
 
 T = TypeVar("T")
@@ -124,22 +124,24 @@ def load_module(path: str, *, file: str | Path | None = None) -> ModuleType:
 
 
 def _import(module_path: str, path: str, file: str | Path | None) -> ModuleType:
+    source = Path(module_path).expanduser().resolve() if module_path.endswith(".py") else None
+    if source is not None and not source.is_file():
+        message = f"{path!r}: {describe_missing(source)}"
+        raise PluginError(message, file=file, expected="an existing Python file")
     try:
-        if module_path.endswith(".py"):
-            return _load_file(Path(module_path))
-        return importlib.import_module(module_path)
+        return importlib.import_module(module_path) if source is None else _load_file(source)
     except Exception as error:
-        kind = type(error).__name__
+        kind, expected = type(error).__name__, None
+        if isinstance(error, ModuleNotFoundError) and module_path.startswith(str(error.name)):
+            expected = f"a module that is installed, or that {Path.cwd()} has: it is searched too"
         raise PluginError(
             f"{path!r}: importing {module_path} raised {kind}: {error}{switch_hint(error)}",
             file=file,
+            expected=expected,
         ) from error
 
 
 def _load_file(source: Path) -> ModuleType:
-    source = source.expanduser().resolve()
-    if not source.is_file():
-        raise FileNotFoundError(f"no file {source}")
     main = sys.modules.get("__main__")
     if main is not None and source == Path(getattr(main, "__file__", None) or "").resolve():
         return main  # the running script; a second copy of it would register everything twice

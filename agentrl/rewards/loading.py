@@ -1,5 +1,6 @@
 """Load the scorers that a reward section names, and check their `reward_kwargs`."""
 
+import dis
 import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -178,14 +179,29 @@ def parts_of(scorer: ScoreFn) -> list[ScoreFn]:
     return [p.scorer for p in scorer.parts] if isinstance(scorer, WeightedScorers) else [scorer]
 
 
+def mentions_ground_truth(scorer: ScoreFn) -> bool:
+    """Whether the code of a scorer reads its argument `ground_truth` (`ground_truths`)."""
+    function = _without_arguments(scorer)
+    called = function if inspect.isroutine(function) else type(function).__call__
+    code = getattr(inspect.unwrap(called), "__code__", None)  # none if it is written in C
+    return code is not None and any(
+        read.opname.startswith("LOAD") and "ground_truth" in str(read.argval)
+        for read in dis.get_instructions(code)
+    )
+
+
 def is_async(scorer: ScoreFn) -> bool:
     """Whether a scorer must be awaited: an `async def`, or an object with an async `__call__`."""
-    function = scorer
-    while isinstance(function, partial):
-        function = cast("ScoreFn", function.func)
+    function = _without_arguments(scorer)
     if inspect.isfunction(function) or inspect.ismethod(function):
         return inspect.iscoroutinefunction(function)
     return inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _without_arguments(scorer: ScoreFn) -> ScoreFn:
+    while isinstance(scorer, partial):
+        scorer = cast("ScoreFn", scorer.func)
+    return scorer
 
 
 def load_scorers(config: RewardConfig) -> ScoreFn | WeightedScorers:
@@ -216,8 +232,7 @@ def _naming(section: str) -> Generator[None]:
     try:
         yield
     except (ConfigError, PluginError) as error:
-        key = error.details.get("key")
-        error.details["key"] = f"{section}.{key}" if key else section
+        error.details["key"] = f"{section}.{error.details.get('key', 'path')}"
         raise
 
 
@@ -229,7 +244,8 @@ def _load_function(config: RewardFunctionConfig, by_source: ScoreFn) -> ScoreFn:
         return partial(by_source, **config.reward_kwargs)
     if config.name not in BUNDLED:
         names = ", ".join([*BUNDLED, BY_SOURCE])
-        raise PluginError(f"no bundled scorer {config.name!r}", expected=f"a path, or {names}")
+        message = f"no bundled scorer {config.name!r}"
+        raise PluginError(message, key="name", expected=f"a path, or {names}")
     return load_bundled(config.name, config.reward_kwargs)
 
 

@@ -21,7 +21,9 @@ from agentrl.rewards.calling import ScoreCaller
 from agentrl.rewards.loading import (
     LoadedScorer,
     bundled_in,
+    bundled_of,
     load_scorers,
+    mentions_ground_truth,
     name_of,
     parts_of,
     placed_scorers,
@@ -34,6 +36,7 @@ from agentrl.rewards.scoring import (
     make_arguments,
     read_score,
 )
+from agentrl.rewards.sources import BUNDLED
 from agentrl.rollout.failures import describe_failure
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.records import unix_time
@@ -159,6 +162,20 @@ def make_reward_manager(
     return made if is_streaming else ScoreAfterRollout(made, config)
 
 
+def reads_ground_truth(rewards: RewardManager) -> bool:
+    """Whether a scorer of a manager needs ground truths, as far as its code shows.
+
+    The bundled judge also scores without one.
+    """
+    manager = rewards.manager if isinstance(rewards, ScoreAfterRollout) else rewards
+    if not isinstance(manager, NaiveRewardManager):
+        return False
+    parts = parts_of(manager.compute_score)
+    return any(
+        mentions_ground_truth(part) for part in parts if bundled_of(part) is not BUNDLED["judge"]
+    )
+
+
 def scores_alone(rewards: RewardManager) -> bool:
     """Whether a manager scores each request without the others, so that any process may do it."""
     return isinstance(rewards, NaiveRewardManager) and rewards.scores_alone
@@ -173,13 +190,13 @@ class ScoreAfterRollout:
     """
 
     def __init__(self, manager: RewardManager, config: RewardConfig | None = None) -> None:
-        self._manager, self._config = manager, config or RewardConfig()
+        self.manager, self._config = manager, config or RewardConfig()
 
     async def score(self, requests: Sequence[AsyncRolloutRequest]) -> None:
         """Score the requests; see `RewardManager.score`."""
-        if isinstance(self._manager, NaiveRewardManager):
-            return await self._manager.score(requests)
-        await self._manager.score(_take_reported(requests, self._config))
+        if isinstance(self.manager, NaiveRewardManager):
+            return await self.manager.score(requests)
+        await self.manager.score(_take_reported(requests, self._config))
         if self._config.agent_reward == "add":
             for request in requests:
                 if request.reward is not None:
@@ -188,8 +205,8 @@ class ScoreAfterRollout:
 
     async def close(self) -> None:
         """Close the manager; see `RewardManager.close`."""
-        if hasattr(self._manager, "close"):
-            await self._manager.close()
+        if hasattr(self.manager, "close"):
+            await self.manager.close()
 
 
 async def drive_and_score(
@@ -309,7 +326,7 @@ class NaiveRewardManager:
     """Whether a score depends on its own request only. A rollout worker may compute it then."""
 
     def __init__(self, compute_score: ScoreFn, config: RewardConfig) -> None:
-        self._compute_score, self._config = compute_score, config
+        self.compute_score, self._config = compute_score, config
         self._caller = ScoreCaller(compute_score, config, self.mode)
         self._max_concurrency = config.max_concurrent_scores
 
@@ -340,8 +357,8 @@ class NaiveRewardManager:
     def _fail(self, request: AsyncRolloutRequest, error: Exception) -> None:
         """Let the scoring of a request fail; name the scorer. The error of several names it."""
         failure = describe_failure(error, Fault.REWARD, turn=len(request.turns))
-        if not isinstance(self._compute_score, WeightedScorers):
-            name = name_of(self._compute_score, request.data_source)
+        if not isinstance(self.compute_score, WeightedScorers):
+            name = name_of(self.compute_score, request.data_source)
             message = f"the reward function {name!r}: {failure.message}"
             failure = failure.model_copy(update={"message": message})
         request.fail_scoring(failure)
@@ -426,7 +443,7 @@ class BatchRewardManager(NaiveRewardManager):
     async def _call(self, requests: Sequence[AsyncRolloutRequest]) -> list[Any]:
         each = [make_arguments(request) for request in requests]
         lists = {name: [one[single] for one in each] for single, name in _PLURALS.items()}
-        returned = await self._caller.call(self._compute_score, lists)
+        returned = await self._caller.call(self.compute_score, lists)
         return contained(partial(_read_items, returned, len(each)))
 
 

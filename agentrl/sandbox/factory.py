@@ -77,9 +77,8 @@ def _first_usable(wanted: Sequence[LocalProvider]) -> LocalProvider:
     raise SandboxError(
         "no sandbox provider on this machine can isolate code that a model wrote",
         **reasons,
-        expected=f"one of them: {install}, or bubblewrap from the system's packages; "
-        "or provider: sandbox_fusion with a url; or, if no namespaces are available, "
-        "provider: sandlock, which then stops less (docs/trust.md)",
+        expected=f"{install}, or the system's package bubblewrap; without namespaces: provider: "
+        "sandlock, or sandbox_fusion with a url (docs/trust.md)",
     )
 
 
@@ -96,9 +95,9 @@ def unavailable_reason(provider: LocalProvider, *, is_asked_for: bool = False) -
     if not sys.platform.startswith("linux"):
         return f"it needs Linux, and this is {sys.platform}"
     if provider == "sandlock" and sandlock_folder() is None:
-        return f"it is not installed: {install_command('sandbox')}"
+        return "it is not installed"
     if provider == "bubblewrap" and shutil.which("bwrap") is None:
-        return "it is not installed: the system's package bubblewrap has bwrap"
+        return "it is not installed"
     config = SandboxConfig(provider=provider if is_asked_for else "auto")
     spawner = SpawnerClient(config, provider)
     try:

@@ -1,8 +1,11 @@
 """The base class of tools, and the result of an execution."""
 
+import inspect
 import math
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -29,13 +32,14 @@ class ToolResult(NamedTuple):
     """End the request: no further turn is sampled."""
 
     @classmethod
-    def of(cls, value: Any, *, tool: str) -> "ToolResult":
+    def of(cls, value: Any, *, tool: str, made_by: Any = None) -> "ToolResult":
         """Check a value that users return, and convert it.
 
         Args:
             value: A `ToolResult`, a `ToolResponse`, a string, a dict (shown as JSON), or a tuple
                 `(response,)`, `(response, reward)`, `(response, reward, metrics)`.
             tool: Name of the tool, for the error.
+            made_by: The class or function that returned the value, for the error.
 
         Raises:
             TypeError: for any other value, also None; it names the tool.
@@ -46,15 +50,15 @@ class ToolResult(NamedTuple):
             fields = (value,)
         elif not isinstance(value, cls) and not 1 <= len(fields) <= 3:
             raise TypeError(
-                f"tool {tool!r} returned a tuple of {len(fields)}; expected (response,), "
-                "(response, reward), (response, reward, metrics) or a ToolResult"
+                f"tool {tool!r}{_location(made_by)} returned a tuple of {len(fields)}; expected "
+                "(response,), (response, reward), (response, reward, metrics) or a ToolResult"
             )
         result = cls(*fields)
         response = cast("Any", result.response)
         if not isinstance(response, ToolResponse | str | dict):
             raise TypeError(
-                f"tool {tool!r} returned {response!r:.80}; expected a ToolResult, ToolResponse, "
-                "str or dict"
+                f"tool {tool!r}{_location(made_by)} returned {response!r:.80}; expected a "
+                "ToolResult, ToolResponse, str, dict or tuple (response, reward, metrics)"
             )
         return cls(
             ToolResponse.of(cast("ToolResponse | str | dict[str, Any]", response)),
@@ -62,6 +66,14 @@ class ToolResult(NamedTuple):
             _metrics(result.metrics, tool),
             bool(result.should_stop),
         )
+
+
+def _location(made_by: Any) -> str:
+    """Name a class or function of a tool and its file; empty if they are unknown."""
+    with suppress(TypeError, OSError):
+        if (file := inspect.getsourcefile(made_by)) is not None:
+            return f" ({made_by.__qualname__} in {Path(file).name})"
+    return ""
 
 
 class BaseTool:

@@ -97,7 +97,7 @@ class FunctionTool(BaseTool):
             value = value.model_dump_json()
         elif isinstance(value, bool | int | float | list):
             value = ToolResponse.of(cast("dict[str, Any]", value))
-        return ToolResult.of(value, tool=self.name)
+        return ToolResult.of(value, tool=self.name, made_by=self.function)
 
     def _convert(self, parameters: dict[str, Any]) -> dict[str, Any]:
         try:

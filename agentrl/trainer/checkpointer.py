@@ -97,7 +97,7 @@ class Checkpointer:
         lines += [f"  changed: {change}" for change in changes]
         if state.step >= parts.total_steps:
             lines.append(
-                f"all {parts.total_steps} steps are done: raise trainer.total_training_steps to "
+                f"all {state.step} steps are done: raise trainer.total_training_steps to "
                 "train further, or set trainer.resume_mode=disable to start again"
             )
         parts.run_logger.info(*lines)

@@ -61,7 +61,8 @@ from agentrl.trainer.setup.rollout_setup import (
     probe_model,
 )
 from agentrl.trainer.state.data_fingerprint import DataRecord, check_rows
-from agentrl.trainer.state.resume import start_date
+from agentrl.trainer.state.resume import has_steps_to_resume, start_date
+from agentrl.trainer.state.run_folder import removing_failed_start
 from agentrl.trainer.tracing.profiler import find_idle_profiles
 from agentrl.workers.actor import Actor
 from agentrl.workers.attention import has_dropout
@@ -72,6 +73,7 @@ from agentrl.workers.model import PolicyModel
 from agentrl.workers.reward_model import RewardModel, make_classifier, make_encoder
 from agentrl.workers.rng import choose_exact_kernels, seed_everything
 from agentrl.workers.scoring import Reference, find_implausible, load_reference_policy
+from agentrl.workers.snapshot import on_main
 from agentrl.workers.tokenizer import check_tokenizer, find_disagreements
 from agentrl.workers.update import Updater
 from agentrl.workers.value_model import load_value_model
@@ -173,19 +175,27 @@ def prepare_components(
             str, find_dead_keys_here(config, device=world.device.type, engine=choose_engine(config))
         )
     )
-    claim_folders(config)
-    check_folder_is_shared(config, world)
-    with world.raise_on_all_ranks():
-        run_logger.lock_folder()
-    now = start_date(config, world)
-    seconds = prepare_run(config, world, run_logger, plugins.tools, now=now)
-    setup = make_rollout_setup(config, plugins, probe_model(config, plugins, now=now))
-    seed_everything(config.trainer.seed + world.rank)
-    if config.rollout.deterministic:
-        choose_exact_kernels(world.device)
-    return build_components(
-        config, world, run_logger, setup, given, now=now, seconds_prepare=seconds, cluster=cluster
-    )
+    with removing_failed_start(config, is_main=world.is_main):
+        claim_folders(config)
+        check_folder_is_shared(config, world)
+        with world.raise_on_all_ranks():
+            run_logger.lock_folder()
+        now = start_date(config, world)
+        seconds = prepare_run(config, world, run_logger, plugins.tools, now=now)
+        setup = make_rollout_setup(config, plugins, probe_model(config, plugins, now=now))
+        seed_everything(config.trainer.seed + world.rank)
+        if config.rollout.deterministic:
+            choose_exact_kernels(world.device)
+        return build_components(
+            config,
+            world,
+            run_logger,
+            setup,
+            given,
+            now=now,
+            seconds_prepare=seconds,
+            cluster=cluster,
+        )
 
 
 def build_components(
@@ -205,7 +215,7 @@ def build_components(
         AgentRLError: if the configuration, a file or an object cannot be used.
     """
     data = load_run_data(config, setup, given)
-    run_logger.info(*data.notes)
+    run_logger.notes(data.notes)
     order = make_order(config, data)
     num_batches = order.num_batches(config.prompts_per_rollout)
     total_steps = count_steps(config, num_batches)
@@ -337,6 +347,8 @@ def check_policy(
     is_asked = key in set_keys(config) and config.model.freeze_vision_tower
     if is_asked and not has_vision(policy.config):
         yield f"{key} has no effect: the model has no vision tower"
+    if on_main(policy.world, lambda: has_steps_to_resume(config)):
+        return  # the run's first start has checked it
     if doubt := find_doubt(config, policy, setup, data):
         yield doubt
 

@@ -26,7 +26,7 @@ from agentrl.collate import collate, widest
 from agentrl.config.schema.run import RunConfig
 from agentrl.data.rows import Prompt
 from agentrl.engines import Engine
-from agentrl.errors import CheckpointError
+from agentrl.errors import CheckpointError, RolloutError
 from agentrl.interactions import BaseInteraction
 from agentrl.protocol import DataProto
 from agentrl.rewards import drive_and_score
@@ -291,8 +291,12 @@ class Trainer:
         self._tracer.add(self.step, finished)
         failures = FailureSummary.merge(self.world.gather(FailureSummary.of(finished)))
         self._failures.append(failures)
-        with self.world.raise_on_all_ranks():
-            parts.manager.apply_failure_policy(finished, failures)
+        try:
+            with self.world.raise_on_all_ranks():
+                parts.manager.apply_failure_policy(finished, failures)
+        except RolloutError:
+            parts.files.save_refused(self.step, finished, plans[0].name)
+            raise
         return finished
 
     def score_with_reward_model(self, finished: Sequence[AsyncRolloutRequest]) -> None:

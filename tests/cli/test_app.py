@@ -84,6 +84,13 @@ def test_help_shows_lists_as_they_are_written(capsys: Capture, command: str, wor
     assert "".join(words.split()) in "".join(output.out.split())
 
 
+def test_help_shows_no_type_of_flags_and_no_nested_dots(capsys: Capture):
+    shown = run_agentrl(capsys, "view", "--help").out
+    assert "RUN..." not in shown
+    [line] = [line for line in shown.splitlines() if "--terminal " in line and "Print" in line]
+    assert "bool" not in line
+
+
 def test_a_command_that_is_interrupted_before_its_run_begins_says_so(
     capsys: Capture, run_file: Path, monkeypatch: pytest.MonkeyPatch
 ):

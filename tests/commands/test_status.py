@@ -76,6 +76,7 @@ def test_run_without_ray_shows_its_process_and_its_last_step(capsys: Any, tmp_pa
     assert (found["state"], found["pid"], found["step"]) == ("running", os.getpid(), 4)
     assert (found["total_steps"], found["cluster"]) == (30, None)
     assert f"process {os.getpid()} on" in output.out
+    assert "Ray" not in output.out
     assert re.search(r"last logged step: 4 of 30, \d s ago", output.out)
 
 

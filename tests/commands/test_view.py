@@ -2,6 +2,8 @@
 
 import json
 import re
+import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 
 from agentrl.cli.app import app
 from agentrl.errors import ConfigError
+from agentrl.viewer.server import ViewServer
 from tests.fakes.runs import read_lines
 from tests.fakes.viewer_runs import write_view_run
 
@@ -151,6 +154,21 @@ def test_runs_with_other_folders_of_rollouts_are_printed_for_one_step(folder: Pa
     assert "rollouts/step_000002, 16 trajectories" in shown
     assert "validation/step_000002, 16 trajectories" in shown
     assert "other: no rollouts of step 3" in view(folder, other, "--terminal", "--step", 3)
+
+
+def test_a_port_in_use_is_reported(folder: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"^port {port} is in use\n"):
+            view(folder, "--port", port)
+
+
+def test_ctrl_c_ends_the_server_without_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    async def interrupt(self: ViewServer) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(ViewServer, "start", interrupt)
+    assert "interrupted" not in view(folder)
 
 
 def test_a_run_without_rollouts_is_printed(folder: Path):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from agentrl.config import RunConfig, load_config, parse_config, to_yaml
 from agentrl.config.problems import known_keys, nearest_key
 from agentrl.errors import ConfigError
+from agentrl.trainer.setup.preflight import with_absolute_paths
 
 SMALL = {"data": {"train_files": ["train.parquet"]}, "model": {"path": "policy"}}
 
@@ -227,6 +228,7 @@ def test_a_key_of_another_section_leads_to_it():
         ("agent_loop.name", None),
         ("retriever.url", None),
         ("sandbox.url", "reward.sandbox.url"),
+        ("trainer.totl_steps", "trainer.total_training_steps"),
     ],
 )
 def test_a_hint_is_the_key_of_the_nearest_section_or_none(key: str, meant: str | None):
@@ -298,6 +300,7 @@ def test_a_policy_that_prepare_makes_has_the_tokenizer_made_with_it(run_file, to
     prepare = "prepare: {tiny_policy: {out_dir: p, corpus: demos.jsonl}}\n"
     config = load_config(run_file(f"{prepare}data: {{}}\nmodel: {{path: p{tokenizer}}}\n"))
     assert config.prepares_its_policy is expected
+    assert with_absolute_paths(config).prepares_its_policy is expected
 
 
 @pytest.mark.parametrize("empty", [{}, None])

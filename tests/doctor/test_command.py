@@ -11,14 +11,19 @@ import pytest
 import torch
 from rich.console import Console
 
+from agentrl.config import parse_config
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.doctor import log_probs
 from agentrl.doctor.command import examine
+from agentrl.doctor.inputs import check_sandboxes
 from agentrl.doctor.machine import find_broken_pins
-from agentrl.doctor.report import Checked, CheckRunner, Row, Verdict, make_table
+from agentrl.doctor.report import Checked, CheckRunner, Result, Row, Verdict, make_table
 from agentrl.engines import ScriptedEngine, TransformersEngine
 from agentrl.engines.protocol import SyncFigures
 from agentrl.errors import ConfigError, EngineError
+from agentrl.rewards import make_reward_manager
 from agentrl.trainer.engine_sync import EngineSync
+from agentrl.trainer.setup.plugins import Plugins
 from agentrl.workers.load import load_causal_lm, load_policy
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.shards import full_tensor
@@ -334,6 +339,17 @@ def test_a_scorer_that_finds_no_sandbox_is_reported_before_the_run(
     assert "reward.sandbox" in looked.text("tools and interactions")
     output = run_agentrl(capsys, "config", "check", file)
     assert "reward.sandbox" in output.err
+
+
+@pytest.mark.usefixtures("no_sandbox_provider")
+def test_why_no_sandbox_works_is_listed_once(script: dict[str, Any]):
+    put(script, "reward.functions", [{"name": "code"}])
+    rewards = make_reward_manager(RewardConfig())
+    found = check_sandboxes(parse_config(script), Plugins([], {}, rewards), Result("data", None))
+    [fault] = found.faults
+    assert found.found.count("it is not installed") == 2
+    assert "it is not installed" not in fault
+    assert "the system's package bubblewrap" in fault
 
 
 @pytest.fixture

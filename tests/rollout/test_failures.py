@@ -2,9 +2,16 @@
 
 import pytest
 
-from agentrl.errors import Fault, RolloutError
+from agentrl.errors import Fault, RewardError, RolloutError
 from agentrl.messages import OpenAIFunctionToolSchema
-from agentrl.rollout.failures import MIN_CALLS, CallCount, CallJudge, FailureSummary, count_calls
+from agentrl.rollout.failures import (
+    MIN_CALLS,
+    CallCount,
+    CallJudge,
+    FailureSummary,
+    count_calls,
+    describe_failure,
+)
 from agentrl.rollout.records import CallRecord, Failure
 from agentrl.rollout.request import AsyncRolloutRequest
 from tests.fakes.requests import build_request, observed, said
@@ -63,6 +70,13 @@ def test_most_frequent_message_is_shown():
     count = CallCount(9) + counted(3, 2)["tool 'sql'"]
     count.failures["TypeError: once"] += 1
     assert count.describe("it") == f"it failed in 3 of 12 calls: most often {LOST}"
+
+
+def test_details_of_an_error_are_separated_in_one_line():
+    error = RewardError("the scorer returned 'good'", expected="a finite number")
+    failed = with_calls()
+    failed.fail_scoring(describe_failure(error, Fault.REWARD, turn=1))
+    assert "returned 'good'; expected: a finite number" in FailureSummary.of([failed]).describe()
 
 
 def test_releases_that_fail_are_counted_by_request():

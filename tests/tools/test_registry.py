@@ -270,7 +270,10 @@ def test_a_schema_goes_through_whole(tmp_path: Path):
 
 
 def test_a_missing_file_is_named(tmp_path: Path):
-    assert "No such file" in str(refused(tmp_path / "nowhere.yaml"))
+    (tmp_path / "tools.yaml").touch()
+    message = str(refused(tmp_path / "toolz.yaml"))
+    assert f"no file {tmp_path}/toolz.yaml; did you mean 'tools.yaml'?" in message
+    assert "expected: a YAML file" in message
 
 
 def test_malformed_yaml_names_line_and_column(tmp_path: Path):

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.trainer.rollouts.files import read_trajectories
+from agentrl.trainer.rollouts.line_files import find_rollout_files
 from tests.fakes.fault_runs import TOOL, Train
 from tests.fakes.runs import read_lines
 
@@ -20,7 +22,7 @@ def break_tool(plugin_folder: Path, condition: str) -> None:
 
 
 def test_tool_that_fails_in_every_call_ends_the_run_without_a_line_for_each(
-    train: Train, plugin_folder: Path
+    train: Train, plugin_folder: Path, tmp_path: Path
 ):
     break_tool(plugin_folder, "True")
     output = train()
@@ -29,6 +31,19 @@ def test_tool_that_fails_in_every_call_ends_the_run_without_a_line_for_each(
     assert "(at counting.py:30)" in output.err
     assert "rollout.failure.max_failed_calls_frac" in output.err
     assert output.err.count("lost") == 1
+    [saved] = find_rollout_files(tmp_path / "run/skipped", "step")
+    assert f"the rollouts that end the run: {saved.path}" in output.out
+    assert next(read_trajectories(saved.path)).request.turns[0].calls[0].outcome == "crashed"
+
+
+def test_tool_that_returns_a_wrong_type_is_named_with_its_class_and_file(
+    train: Train, plugin_folder: Path
+):
+    (plugin_folder / "counting.py").write_text(TOOL.replace(ANSWER, "        return drawn\n"))
+    output = train()
+    assert output.code == 2
+    assert "TypeError: tool 'calculator' (Counting in counting.py) returned 0." in output.err
+    assert "str, dict or tuple (response, reward, metrics)" in output.err
 
 
 def test_tool_that_changes_the_directory_does_not_move_what_the_run_writes(

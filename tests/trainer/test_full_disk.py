@@ -1,5 +1,6 @@
 """Full disks and folders that cannot be written: what stands, what goes on, what is told."""
 
+import errno
 import json
 import os
 import subprocess
@@ -13,8 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from agentrl.atomic_io import naming_path
+from agentrl.config.schema.run import TrainerConfig
 from agentrl.config.schema.training import OptimConfig
 from agentrl.errors import ConfigError
+from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.setup.preflight import check_disk_space, checkpoint_bytes
 from agentrl.workers import checkpoint_writer
 from tests.fakes.fault_runs import (
@@ -97,13 +100,34 @@ def test_what_is_only_for_looking_at_ends_no_run(train: Train, tmp_path: Path):
         trainer__compress_rollouts=False,
     )
     assert output.code == 0, output
-    assert f"rollouts not written: [Errno 27] cannot write: File too large: '{folder}/val" in (
-        output.out
+    begins = (
+        f"warning: rollouts not written: [Errno 27] cannot write: File too large: '{folder}/val"
     )
+    assert output.out.count(begins) == 1
+    assert "warning: rollouts of 1 of 1 steps were not written: File too large" in output.out
     assert "the learning curve not written" in output.out
     assert "Traceback" not in output.err
     assert (folder / "summary.json").is_file()
     assert not list((folder / "val").iterdir())
+
+
+def test_rollouts_that_cannot_be_written_are_reported_once_and_counted_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    logger = RunLogger(TrainerConfig(default_local_dir=tmp_path))
+    for step in range(8):
+        for _ in range(2):  # rollouts of training and of validation
+            with logger.ignoring_write_errors("rollouts", step):
+                if step:
+                    raise OSError(errno.ENOSPC, "cannot write: No space left on device", "a")
+        with logger.ignoring_write_errors("tokens", step):
+            pass
+    logger.close()
+    logger.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "warning: rollouts not written: [Errno 28] cannot write: No space left on device: 'a'",
+        "warning: rollouts of 7 of 8 steps were not written: No space left on device",
+    ]
 
 
 def test_full_disk_while_preparing_names_the_folder_and_leaves_nothing_for_made(

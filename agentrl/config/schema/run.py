@@ -590,8 +590,10 @@ class RunConfig(Section):
     def prepares_its_policy(self) -> bool:
         """Whether `prepare` makes the model's folder, with weights and tokenizer."""
         made = (self.prepare.tiny_policy, self.prepare.sft)
-        folders = {str(section.out_dir) for section in made if section is not None}
-        return self.model.path in folders and self.model.tokenizer_path is None
+        # `model.path` may be absolute by now (`with_absolute_paths`).
+        folders = {section.out_dir.absolute() for section in made if section is not None}
+        is_made = Path(self.model.path).absolute() in folders
+        return is_made and self.model.tokenizer_path is None
 
     @property
     def prompts_per_rollout(self) -> int:

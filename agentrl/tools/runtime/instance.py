@@ -256,7 +256,7 @@ class ToolInstance:
             arguments = copy.deepcopy(context.call.function.arguments)
             return await self._run_created(
                 lambda: self._call("execute", arguments, **context.execute_kwargs),
-                lambda value: ToolResult.of(value, tool=self.tool.name),
+                lambda value: ToolResult.of(value, tool=self.tool.name, made_by=type(self.tool)),
                 times,
             )
         finally:

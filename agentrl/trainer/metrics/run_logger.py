@@ -1,6 +1,7 @@
 """The output of a run: lines, progress, metrics, and the learning curve at the end."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -48,6 +49,9 @@ class RunLogger:
         self._status: RankStatus | None = None
         self._lock = RunLock(config.default_local_dir)
         self._alerts = Alerts(config.alerts, config.default_local_dir)
+        self._written: defaultdict[str, set[int | None]] = defaultdict(set)
+        self._unwritten: dict[str, dict[int, Exception]] = {}
+        """Steps without a file, by what was to be written."""
 
     def lock_folder(self) -> None:
         """Lock the run's folder until `close`; the main rank does so for all ranks.
@@ -148,12 +152,22 @@ class RunLogger:
         status.progress = self.progress
 
     @contextmanager
-    def ignoring_write_errors(self, what: str) -> Iterator[None]:
-        """Print an error of writing files that are only for viewing, and continue."""
+    def ignoring_write_errors(self, what: str, step: int | None = None) -> Iterator[None]:
+        """Print an error of writing files that are only for viewing, and continue.
+
+        Args:
+            what: What is written.
+            step: Of files that each step writes: of all of these, only the first error is
+                printed, and `close` prints the numbers of steps.
+        """
+        self._written[what].add(step)
         try:
             yield
         except (OSError, DataError) as error:
-            self.info(f"note: {what} not written: {error}")
+            if step is None or not self._unwritten:
+                self.info(f"warning: {what} not written: {error}")
+            if step is not None:
+                self._unwritten.setdefault(what, {})[step] = error
 
     def plot(self) -> None:
         """Draw the learning curve, if there are metrics."""
@@ -169,6 +183,12 @@ class RunLogger:
 
     def close(self) -> None:
         """Close what was opened; may be called twice."""
+        for what, errors in self._unwritten.items():
+            *_, error = errors.values()
+            reason = str(getattr(error, "strerror", None) or error).removeprefix("cannot write: ")
+            of = f"{len(errors)} of {len(self._written[what])} steps"
+            self.info(f"warning: {what} of {of} were not written: {reason}")
+        self._unwritten.clear()
         sinks, self._sinks = self._sinks, []
         with ExitStack() as stack:  # one that cannot be closed does not keep others open
             stack.callback(self._lock.release)

@@ -330,7 +330,7 @@ class RolloutFiles:
             tables = self._world.gather_on_main([tabulate_tokens(batch, step)])
             if self._world.is_main:
                 path = token_path(rollout_path(config.rollout_data_dir, step))
-                with self._run_logger.ignoring_write_errors("the tokens of the step"):
+                with self._run_logger.ignoring_write_errors("tokens", step):
                     save_tokens(path, tables)
                     add_digest(path, step)
         self._show(step, "rollout/generations", requests, config.log_train_generations)
@@ -339,7 +339,7 @@ class RolloutFiles:
         """Add the digest of the policy's weights after a step to the digests of its files."""
         folder = self._config.rollout_data_dir
         if digest is not None and folder is not None and self._world.is_main:
-            with self._run_logger.ignoring_write_errors("the digest of the weights"):
+            with self._run_logger.ignoring_write_errors("digests of the weights", step):
                 add_weight_digest(folder, step, digest)
 
     def save_validation(
@@ -373,7 +373,21 @@ class RolloutFiles:
                     )
                     request = own[row.request_id]
                     lines.append(self._line(path, (index, number), request, step, note))
-        self._save(path, lines, step, "the rows to blame")
+        self._save(path, lines, step, "rows to blame")
+
+    def save_refused(self, step: int, requests: Sequence[AsyncRolloutRequest], plan: str) -> None:
+        """Save the rollouts of which too many failed, before they end the run. A collective.
+
+        Args:
+            step: The run's step.
+            requests: This rank's requests.
+            plan: The name of their `SamplingPlan`.
+        """
+        kind = f"val_{plan.removeprefix('val-')}" if plan.startswith("val-") else "step"
+        folder = self._config.default_local_dir / SKIPPED
+        self._save_all(folder, requests, step, kind)
+        path = rollout_path(folder, step, kind, compressed=self._config.compress_rollouts)
+        self._run_logger.info(f"the rollouts that end the run: {path}")
 
     def _save_all(
         self, folder: Path | None, requests: Sequence[AsyncRolloutRequest], step: int, kind: str
@@ -421,7 +435,7 @@ class RolloutFiles:
     def _save(self, path: Path, lines: Sequence[_RankLine], step: int, what: str) -> None:
         gathered = sorted(self._world.gather_on_main(lines), key=lambda one: one.sort_key)
         if self._world.is_main:
-            with self._run_logger.ignoring_write_errors(what):
+            with self._run_logger.ignoring_write_errors(what, step):
                 save_lines(path, (one.line for one in gathered))
                 other_form(path).unlink(missing_ok=True)  # of a start with another setting
                 add_digest(path, step)

@@ -19,9 +19,8 @@ from agentrl.errors import DataError, RewardError, did_you_mean
 from agentrl.interactions import BaseInteraction
 from agentrl.interactions.registry import NO_INTERACTION, select_interaction
 from agentrl.messages import Message
-from agentrl.rewards.loading import scores_by_source
-from agentrl.rewards.managers import check_code_scorers
-from agentrl.rewards.sources import has_bundled
+from agentrl.rewards import RewardManager
+from agentrl.rewards.managers import check_code_scorers, reads_ground_truth
 from agentrl.rollout.media import load_messages
 from agentrl.rollout.templates import TemplateNeeds, TemplateReport, require
 from agentrl.tools import BaseTool
@@ -114,7 +113,7 @@ def check_dataset(
     yield from checks.notes
     check_interactions(dataset, plugins.interactions, file=source, is_strict=data.strict_rows)
     check_sources(dataset, reward, file=source)
-    yield from note_unscored(dataset, reward)
+    yield from note_missing_truths(dataset, reward, plugins.rewards, file=source)
     if plugins.interactions and not is_answered(dataset, plugins.interactions):
         yield "no row selects an interaction, so the policy gets no replies"
     if not plugins.interactions and (asking := sum(map(asks_for_interaction, dataset))):
@@ -187,16 +186,17 @@ def check_sources(dataset: PromptDataset, config: RewardConfig, *, file: str) ->
             raise DataError(str(error.args[0]), **details) from None
 
 
-def note_unscored(dataset: PromptDataset, config: RewardConfig) -> Iterator[str]:
-    """Report data sources without a scorer, if that is allowed."""
-    if not scores_by_source(config):
+def note_missing_truths(
+    dataset: PromptDataset, config: RewardConfig, rewards: RewardManager, *, file: str
+) -> Iterator[str]:
+    """Report rows without ground truth, if all are without and the scorer reads it."""
+    if not config.weights.trajectory or not reads_ground_truth(rewards):
         return
-    for name in dataset.sources():
-        if not has_bundled(name):
-            yield (
-                f"the data source {name!r} has no bundled scorer, which reward.weights.trajectory: "
-                "0 allows: its scores are 0, and none of its rows counts as a success"
-            )
+    if all(prompt.ground_truth is None for prompt in dataset):
+        yield (
+            f"none of the {_rows(len(dataset))} of {file} has reward_model.ground_truth: the "
+            "scorer gets None"
+        )
 
 
 def note_tools(

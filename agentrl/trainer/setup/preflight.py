@@ -14,8 +14,10 @@ from agentrl.agent_loops.routing import check_agents
 from agentrl.config import Purpose, RunConfig, check_config
 from agentrl.config.schema.training import OptimConfig
 from agentrl.config.tables import method_facts
+from agentrl.data.files import read_rows
 from agentrl.data.prepare.manifest import is_made, is_unfinished
-from agentrl.errors import AgentRLError, ConfigError, DataError
+from agentrl.data.rows import RowReader
+from agentrl.errors import AgentRLError, ConfigError, DataError, describe_missing
 from agentrl.plugins.registry import unknown_name
 from agentrl.remote_io import check_store
 from agentrl.rewards import get_reward_manager
@@ -165,9 +167,43 @@ def check_inputs(config: RunConfig) -> None:
         is_named = config.data.custom_cls is None and path != Path(GIVEN)
         if is_named and not path.exists() and not is_made_later(config, path):
             raise DataError(
-                f"no file {path}", key=key, expected="an existing data file", **looked_in(path)
+                describe_missing(path), key=key, expected="an existing data file", **looked_in(path)
             )
+        is_slow = any(maker is not None for _, maker in config.prepare)
+        if is_named and is_slow and not is_made_later(config, path):
+            check_first_row(config, path, key)
+    check_plugin_files(config)
     check_model_folders(config)
+
+
+def check_first_row(config: RunConfig, path: Path, key: str) -> None:
+    """Read the first row of a data file, so that a wrong file is reported before the warm-up.
+
+    Raises:
+        DataError: if the file cannot be read, or the row cannot be used.
+    """
+    try:
+        RowReader(path, config.data).read(read_rows(path, 1)[0], 0, 0)
+    except DataError as error:
+        details = {"key": key, **error.details, "file": None}
+        raise DataError(f"{path}: {error.args[0]}", **details) from None
+
+
+def check_plugin_files(config: RunConfig) -> None:
+    """Check that the YAML files of tools and interactions exist.
+
+    Raises:
+        ConfigError: naming a missing one.
+    """
+    for name in ("tool_config_path", "interaction_config_path"):
+        path = getattr(config.rollout.multi_turn, name)
+        if path is not None and path != Path(GIVEN) and not path.exists():
+            raise ConfigError(
+                describe_missing(path),
+                key=f"rollout.multi_turn.{name}",
+                expected="an existing YAML file",
+                **looked_in(path),
+            )
 
 
 def check_model_folders(config: RunConfig) -> None:

@@ -16,11 +16,11 @@ from agentrl.trainer.metrics.sinks import METRICS_FILE, move_metrics_aside
 from agentrl.trainer.rollouts.digests import drop_digests
 from agentrl.trainer.rollouts.files import SKIPPED
 from agentrl.trainer.rollouts.line_files import find_later_files
+from agentrl.trainer.state.run_folder import START_FILE
 from agentrl.workers.checkpoint import SUPERSEDED, Checkpoint, newest_first, set_aside_later
 from agentrl.workers.distributed import World
 from agentrl.workers.snapshot import find_latest, on_main, verify_together
 
-START_FILE = "started"
 _HASHED_ELSEWHERE: Any = {
     "trainer": True,
     "prepare": True,
@@ -132,15 +132,18 @@ def start_date(config: RunConfig, world: World) -> datetime:
 
     def find_or_write() -> datetime:
         path, now = saved_folder(config) / START_FILE, datetime.now()
-        is_resumed = config.trainer.resume_mode != "disable" and newest_first(
-            checkpoint_folder(config)
-        )
-        if is_resumed and path.is_file():
+        if has_steps_to_resume(config) and path.is_file():
             return read_start_date(config) or now
         write_whole(path, f"{now.isoformat()}\n".encode())
         return now
 
     return on_main(world, find_or_write)
+
+
+def has_steps_to_resume(config: RunConfig) -> bool:
+    """Whether the run has a checkpoint and may resume; it is not verified here."""
+    is_asked = config.trainer.resume_mode != "disable"
+    return is_asked and bool(newest_first(checkpoint_folder(config)))
 
 
 def read_start_date(config: RunConfig) -> datetime | None:

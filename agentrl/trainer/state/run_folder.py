@@ -19,8 +19,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cache
@@ -44,6 +44,8 @@ from agentrl.trainer.metrics.sinks import METRICS_FILE
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
+START_FILE = "started"
+"""Holds the start date of a run, which its templates write."""
 TOUCH_S = 5.0
 """Seconds between two touches of the file by its owner."""
 SILENCE_S = 60.0
@@ -213,6 +215,30 @@ STARTS = "starts"
 RESOLVED = "resolved.yaml"
 ABOUT = "run.json"
 _GIT_TIMEOUT_S = 5
+
+
+@contextmanager
+def removing_failed_start(config: RunConfig, *, is_main: bool) -> Generator[None]:
+    """Remove what a start has written to a new run folder, if the `with` block raises.
+
+    Args:
+        config: The run's configuration.
+        is_main: Whether this is the main rank; only that one removes.
+    """
+    trainer = config.trainer
+    run, inner = trainer.default_local_dir, (trainer.rollout_data_dir, trainer.validation_data_dir)
+    is_new = not run.exists()
+    try:
+        yield
+    except BaseException:
+        if is_new and is_main:
+            with suppress(OSError):  # a folder with other files is kept
+                for name in (LOCK_FILE, START_FILE):
+                    (run / name).unlink(missing_ok=True)
+                for folder in (*inner, run):
+                    if folder is not None and folder.is_dir() and not any(folder.iterdir()):
+                        folder.rmdir()
+        raise
 
 
 RUN_SIGNS = (LOCK_FILE, METRICS_FILE, STARTS, f"logs/{STATUS_FILE}")

@@ -14,6 +14,9 @@ from agentrl.workers.update import UpdateResult
 SKIPPED_UPDATES = {"actor": "skipped_updates", "critic": "skipped_critic_updates"}
 """The field that counts the skipped updates of a trained model."""
 
+_CLEAR_FALL, _CLEAR_FALL_FRAC = 0.05, 0.2
+"""The last success is clearly worse than the best one if it is lower by more than either."""
+
 
 @dataclass(slots=True)
 class Summary:
@@ -141,11 +144,19 @@ class Summary:
             change = _describe_change(self.others_before.get(name), after)
             lines.append(f"success on {name}: {change}")
         if self.exported is not None and self.best_step not in (None, self.steps):
-            best = f"the best validation was {self.best_val_success:.3f} at step {self.best_step}"
-            if self.best_saved_step is not None:
-                best += f"; best saved step: global_step_{self.best_saved_step}"
-            lines.append(f"{best}; trained/ is the last step, {self.steps}")
+            lines.append(f"{self._describe_best()}; trained/ is the last step, {self.steps}")
         return "\n".join(lines)
+
+    def _describe_best(self) -> str:
+        """Describe the best validation, and name its checkpoint if it is better than the start."""
+        best, after = self.best_val_success or 0.0, self.val_success_after or 0.0
+        described = f"the best validation was {best:.3f} at step {self.best_step}"
+        if best - after > min(_CLEAR_FALL, _CLEAR_FALL_FRAC * abs(best)):
+            described = f"validation fell from {best:.3f} (step {self.best_step}) to {after:.3f}"
+        saved, before = self.best_saved_success, self.val_success_before
+        if saved is not None and (before is None or saved > before):
+            described += f"; best saved step: global_step_{self.best_saved_step}"
+        return described
 
     def at_stop(self, step: int) -> str:
         """Describe the state of a run that was stopped.

@@ -166,7 +166,8 @@ async def test_failures_are_data_an_unprintable_tool_error_is_still_an_answer():
 
 
 async def test_none_names_the_tool_on_the_record():
-    assert "tool 'any' returned None" in (await executed(AnyTool(None))).message
+    message = (await executed(AnyTool(None))).message
+    assert "tool 'any' (AnyTool in test_session.py) returned None" in message
 
 
 async def test_tool_error_is_shown_to_the_model_and_no_infrastructure_failure():

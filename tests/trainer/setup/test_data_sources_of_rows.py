@@ -8,7 +8,7 @@ from agentrl.config.schema.reward import RewardConfig
 from agentrl.data.dataset import PromptDataset
 from agentrl.errors import DataError, SandboxError
 from agentrl.rewards import make_reward_manager
-from agentrl.trainer.setup.datasets import check_sources, note_unscored
+from agentrl.trainer.setup.datasets import check_sources, note_missing_truths
 from tests.fakes.plugins import make_prompts
 from tests.fakes.scorers import answers, score
 
@@ -30,7 +30,6 @@ def config(**keys: Any) -> RewardConfig:
 )
 def test_sources_that_fit_a_pattern_are_taken(source: str):
     check_sources(rows(source), config(), file="f")
-    assert list(note_unscored(rows(source), config())) == []
 
 
 @pytest.mark.parametrize(
@@ -56,11 +55,49 @@ def test_rows_that_are_scored_by_their_source_need_one(keys: dict[str, Any]):
         assert word in message
 
 
-def test_a_source_without_scorer_is_reported_if_the_score_has_weight_zero():
-    reward = config(weights={"trajectory": 0, "interaction": 1})
-    (note,) = note_unscored(rows("mine"), reward)
-    assert "'mine' has no bundled scorer" in note
-    assert list(note_unscored(rows("mine"), config(functions=[OWN]))) == []
+def ignores_truth(data_source: str, solution_str: str, ground_truth: Any, **_: Any) -> float:
+    return float(solution_str == data_source)
+
+
+def reads_from_kwargs(**kwargs: Any) -> float:
+    return float(kwargs["solution_str"] == kwargs["ground_truth"])
+
+
+def missing_truths(scorer: Any = None, truth: Any = None, **keys: Any) -> list[str]:
+    rewards = make_reward_manager(config(**keys), scorer)
+    prompts = make_prompts(2, data_source="openai/gsm8k", ground_truth=truth)
+    return list(note_missing_truths(PromptDataset(prompts), config(**keys), rewards, file="f"))
+
+
+@pytest.mark.parametrize(
+    ("scorer", "keys"),
+    [
+        (None, {}),
+        (None, {"functions": [JUDGE, {"name": "math"}]}),
+        (reads_from_kwargs, {"launch_reward_fn_async": True}),
+    ],
+)
+def test_rows_without_ground_truth_are_reported_if_the_scorer_reads_it(
+    scorer: Any, keys: dict[str, Any]
+):
+    (note,) = missing_truths(scorer, **keys)
+    assert note == "none of the 2 rows of f has reward_model.ground_truth: the scorer gets None"
+    assert not missing_truths(scorer, truth="5", **keys)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "keys"),
+    [
+        (ignores_truth, {}),
+        (None, {"functions": [JUDGE]}),
+        (None, {"weights": {"trajectory": 0, "interaction": 1}}),
+    ],
+    ids=["own scorer", "judge", "other rewards"],
+)
+def test_rows_without_ground_truth_are_not_reported_if_none_is_read(
+    scorer: Any, keys: dict[str, Any]
+):
+    assert not missing_truths(scorer, **keys)
 
 
 @pytest.mark.parametrize("keys", [{}, {"functions": [{"name": "data_source"}]}])

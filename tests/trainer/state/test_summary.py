@@ -50,8 +50,27 @@ def test_best_of_the_validated_steps_that_are_saved_is_known():
     assert (summary.best_saved_step, summary.best_saved_success) == (3, 0.75)
     summary.steps = 5
     assert lines_of(summary)[-1] == (
-        "the best validation was 0.900 at step 1; best saved step: global_step_3; "
+        "validation fell from 0.900 (step 1) to 0.100; best saved step: global_step_3; "
         "trained/ is the last step, 5"
+    )
+
+
+def test_saved_step_that_is_worse_than_the_start_is_not_called_the_best():
+    summary = Summary(seed=0, steps=8, exported="trained")
+    summary.note_validation(0, {"a": 0.328}, 64)
+    summary.note_validation(8, {"a": 0.031}, 64)
+    summary.note_checkpoint(8)
+    assert lines_of(summary)[-1] == (
+        "validation fell from 0.328 (step 0) to 0.031; trained/ is the last step, 8"
+    )
+
+
+def test_small_change_from_the_best_validation_is_no_fall():
+    summary = Summary(seed=0, steps=8, exported="trained")
+    summary.note_validation(4, {"a": 0.75}, 64)
+    summary.note_validation(8, {"a": 0.72}, 64)
+    assert lines_of(summary)[-1] == (
+        "the best validation was 0.750 at step 4; trained/ is the last step, 8"
     )
 
 
