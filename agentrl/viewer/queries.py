@@ -115,7 +115,7 @@ def list_runs(runs: Sequence[RunReader]) -> dict[str, Any]:
                 "files": labels,
             }
         )
-    differences = find_differences([run.config for run in runs]) if len(runs) > 1 else []
+    differences = find_differences([run.recorded_config for run in runs]) if len(runs) > 1 else []
     return {"runs": rows, "differences": differences}
 
 

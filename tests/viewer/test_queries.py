@@ -16,7 +16,7 @@ from agentrl.trainer.rollouts.files import read_trajectories
 from agentrl.viewer import queries, trajectories
 from agentrl.viewer.index import index_file
 from agentrl.viewer.queries import Filters
-from agentrl.viewer.runs import RunReader, find_differences
+from agentrl.viewer.runs import RecordedConfig, RunReader, find_differences
 from agentrl.viewer.steps import describe_step, histogram
 from agentrl.viewer.trajectories import describe_trajectory, list_tokens
 from tests.fakes.viewer_runs import (
@@ -380,37 +380,70 @@ def test_tokens_of_the_prompt_are_observed(run: RunReader, monkeypatch: pytest.M
         list_tokens(run, f"{STEP}:0", part="answer")
 
 
+def differences(*configs: dict[str, Any], directory: str = "/home/me") -> dict[str, list[str]]:
+    return dict(find_differences([RecordedConfig(config, directory) for config in configs]))
+
+
+def config_in(folder: str, **sections: Any) -> dict[str, Any]:
+    return {"trainer": {"default_local_dir": folder}, **sections}
+
+
 def test_differences_name_the_keys_that_differ():
     first, second = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}, "d": None}
-    assert find_differences([first, second]) == [
-        ("a.b", ["1", "3"]),
-        ("d", ["not set", "null"]),
-    ]
+    assert differences(first, second) == {"a.b": ["1", "3"], "d": ["not set", "null"]}
 
 
 def test_files_in_the_own_folder_of_each_run_are_no_difference():
     first, second = (
-        {
-            "trainer": {"default_local_dir": folder},
-            "model": {"path": f"{folder}/policy"},
-            "d": [data],
-        }
-        for folder, data in (("/runs/a", "/runs/ab/x"), ("/runs/b", "/runs/b/x"))
+        config_in(f"/home/me/runs/{name}", model={"path": f"/home/me/runs/{name}/policy"}, d=data)
+        for name, data in (("a", ["runs/ab/x"]), ("b", ["runs/b/x"]))
     )
-    assert find_differences([first, second]) == [
-        ("d", ['["/runs/ab/x"]', '["${trainer.default_local_dir}/x"]'])
-    ]
+    assert differences(first, second) == {"d": ['["runs/ab/x"]', '["runs/b/x"]']}
+
+
+def test_different_files_in_the_own_folders_are_shown_relative_to_them():
+    first, second = (
+        config_in(f"/runs/{name}", model={"path": f"/runs/{name}/{policy}"})
+        for name, policy in (("a", "policy"), ("b", "trained"))
+    )
+    own = "${trainer.default_local_dir}"
+    assert differences(first, second) == {
+        "model.path": [f'"{own}/policy"', f'"{own}/trained"']
+    }  # fmt: skip
 
 
 def test_relative_paths_in_the_own_folder_are_no_difference():
     first, second = (
         {
             "trainer": {"default_local_dir": f"/home/me/runs/{name}", "experiment_name": name},
-            "data": [f"runs/{name}/data", f"{name}/data"],
+            "data": [f"runs/{name}/data", f"./runs/{name}/data"],
         }
         for name in "ab"
     )
-    assert find_differences([first, second]) == [("trainer.experiment_name", ['"a"', '"b"'])]
+    assert differences(first, second) == {"trainer.experiment_name": ['"a"', '"b"']}
+
+
+def test_the_same_file_is_no_difference_in_the_folder_of_one_of_the_runs():
+    """The second run is started from the saved configuration of the first one."""
+    first = config_in("/home/me/runs/a", train=["runs/a/train", "own/a"], lr=1, name="x/y")
+    saved = config_in("/home/me/runs/b", train=["/home/me/runs/a/train", "own/a"], lr=2, name="x/y")
+    assert differences(first, saved) == {"lr": ["1", "2"]}
+    relative = {**saved, "train": ["runs/a/train", "own/a"]}
+    assert differences(first, relative) == {"lr": ["1", "2"]}
+
+
+def test_the_directory_of_relative_paths_is_read_from_the_last_start(tmp_path: Path):
+    runs = list[RunReader]()
+    for name, data in (("a", "runs/a/data"), ("b", str(tmp_path / "runs" / "a" / "data"))):
+        folder = write_view_run(tmp_path / "runs" / name, num_steps=1)
+        start = folder / "starts" / "0001"
+        config = config_in(str(folder), data=data)
+        (start / "resolved.yaml").write_text(yaml.safe_dump(config))
+        (start / "run.json").write_text(json.dumps({"directory": str(tmp_path)}))
+        runs.append(RunReader(folder))
+    assert queries.list_runs(runs)["differences"] == []
+    (runs[0].folder / "starts" / "0001" / "run.json").write_text("{")
+    assert [key for key, _ in queries.list_runs(runs)["differences"]] == ["data"]
 
 
 def test_numbers_that_are_not_finite_become_text():
