@@ -113,6 +113,7 @@ def list_runs(runs: Sequence[RunReader]) -> dict[str, Any]:
                 "num_lines": len(metrics),
                 "names": sorted({key for line in metrics for key in line} - {"step"}),
                 "files": labels,
+                "rollout_folder": run.rollout_folder,
             }
         )
     differences = find_differences([run.recorded_config for run in runs]) if len(runs) > 1 else []
@@ -178,7 +179,7 @@ def list_trajectories(
     """
     files = run.find_files()
     if filters.file:
-        run.index(filters.file, files[filters.file])
+        run.index(filters.file, files.get(filters.file))
     indexed = run.indexed(files)
     listed = {filters.file: indexed[filters.file]} if filters.file else indexed
     selected = [entry for index in listed.values() for entry in filters.select(index)]

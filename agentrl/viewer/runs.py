@@ -174,6 +174,11 @@ class RunReader:
             for ends in names
         ]
 
+    @property
+    def rollout_folder(self) -> str | None:
+        """`trainer.rollout_data_dir`, which may have been removed; None if it is not set."""
+        return (self._moved_config().get("trainer") or {}).get("rollout_data_dir")
+
     def _find_folders(self) -> list[Path]:
         trainer = self._moved_config().get("trainer") or {}
         keys = ("rollout_data_dir", "validation_data_dir")
@@ -191,7 +196,9 @@ class RunReader:
         Raises:
             LookupError: If there is no such file.
         """
-        path = path or self.find_files()[label]
+        path = path or self.find_files().get(label)
+        if path is None:
+            raise LookupError(f"the rollout file {label!r}")
         with self._files_lock:
             known = self._files.get(label)
             if known is None or known.signature != signature_of(path):
@@ -216,11 +223,12 @@ class RunReader:
             LookupError: If there is none.
         """
         label, _, _ = entry_id.rpartition(":")
-        index = self.index(label)
-        for entry in index.entries:
-            if entry.id == entry_id:
-                return index, entry
-        raise LookupError(entry_id)
+        if label in (files := self.find_files()):
+            index = self.index(label, files[label])
+            for entry in index.entries:
+                if entry.id == entry_id:
+                    return index, entry
+        raise LookupError(f"the trajectory {entry_id!r}")
 
     @property
     def tokenizer(self) -> Tokenizer | None:

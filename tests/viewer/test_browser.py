@@ -316,7 +316,7 @@ def test_a_live_run_grows_on_the_page(tmp_path: Path, make_tab: Any):
         tab.open(address, "runs")
         step.open(address, "step")
         assert "There are no metrics yet" in tab.page.inner_text("main")
-        assert "no saved rollouts" in step.page.inner_text("main")
+        assert f"its folder {folder}/rollouts is missing or empty" in step.page.inner_text("main")
         assert "actor.lr" in tab.page.inner_text("#differences")
         draw, before = random.Random(5), None
         for number in (1, 2, 3):
@@ -562,6 +562,14 @@ def test_an_export_opens_from_disk(tmp_path: Path, make_tab: Any):
     tab.open(address, "step?file=rollouts/step_000002")
     assert tab.page.evaluate("window.ran") is None
     tab.check(out.as_uri())
+
+
+def test_an_unknown_trajectory_is_reported_once(tmp_path: Path, make_tab: Any):
+    with serving(write_view_run(tmp_path / "run", num_steps=1)) as address:
+        tab = make_tab()
+        tab.open(address, "trajectory?id=nothing")
+        assert tab.page.inner_text("main") == "not found: the trajectory 'nothing'"
+        assert not tab.page.locator("#error").is_visible()
 
 
 def test_a_bar_of_the_rewards_lists_as_many_trajectories_as_it_counts(

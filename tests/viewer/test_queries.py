@@ -138,6 +138,20 @@ def test_a_file_that_is_damaged_after_it_was_read_has_no_match(folder: Path):
     assert not index.contains(entry, "let me")
 
 
+@pytest.mark.parametrize("name", [f"{STEP}:99", "rollouts/step_000099:1", "nothing"])
+def test_an_unknown_trajectory_is_named(run: RunReader, name: str):
+    with pytest.raises(LookupError, match=f"the trajectory '{name}'"):
+        describe_trajectory(run, name)
+    with pytest.raises(LookupError, match="the rollout file 'nothing'"):
+        listed(run, file="nothing")
+
+
+def test_a_run_names_the_folder_that_its_rollouts_had(folder: Path):
+    shutil.rmtree(folder / "rollouts")
+    (row,) = queries.list_runs([RunReader(folder)])["runs"]
+    assert (row["files"], row["rollout_folder"]) == ([], str(folder / "rollouts"))
+
+
 def test_rewards_of_any_size_are_described(folder: Path):
     path = folder / "rollouts" / "step_000002.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]

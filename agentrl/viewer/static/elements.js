@@ -103,8 +103,9 @@ async function get(name, parameters = {}) {
     return value;
   } catch (error) {
     const isGone = error instanceof TypeError;
-    showError(isGone ? "The server does not answer. Is `agentrl view` still running?" : error.message);
-    throw error;
+    const reason = isGone ? new Error("The server does not answer. Is `agentrl view` still running?") : error;
+    showError(reason.message);
+    throw reason;
   } finally {
     numLoads -= 1;
     document.body.dataset.loading = numLoads;

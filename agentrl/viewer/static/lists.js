@@ -23,8 +23,9 @@ function fileChoice(file, onchange, withAll) {
   return { move, refresh, content: [h("label", {}, "File ", select), before, after] };
 }
 
-const noRollouts = () => h("p", { class: "dim" },
-  "This run has no saved rollouts. Set trainer.rollout_data_dir to save them.");
+const noRollouts = () => h("p", { class: "dim" }, run().rollout_folder
+  ? `This run has no saved rollouts: its folder ${run().rollout_folder} is missing or empty.`
+  : "This run has no saved rollouts. Set trainer.rollout_data_dir to save them.");
 
 async function stepPage(at) {
   if (!run().files.length) return { title: "Step", content: [noRollouts()], update: () => run().files.length && show() };
