@@ -302,7 +302,12 @@ def test_two_samples_of_a_group_are_next_to_each_other(address: str, make_tab: A
     tab.open(address, f"trajectory?id={FILE}:17")
     tab.page.select_option("#compare", index=1)
     tab.page.wait_for_selector(".pair")
-    assert tab.page.locator(".pair .conversation").count() == 2
+    columns = tab.page.locator(".pair .conversation")
+    heads = columns.locator("h2:first-child").all_inner_texts()
+    assert [head.partition(":")[0] for head in heads] == ["Sample 1", "Sample 0"]
+    rewards = columns.locator(".rewards tr:has-text('combined_reward')").all_inner_texts()
+    for head, reward in zip(heads, rewards, strict=True):
+        assert head.split()[3] == f"{float(reward.split()[1]):.3f},"
     assert tab.page.locator("#same-row .chip").count() > 0
     tab.check(address)
 
@@ -562,6 +567,26 @@ def test_an_export_opens_from_disk(tmp_path: Path, make_tab: Any):
     tab.open(address, "step?file=rollouts/step_000002")
     assert tab.page.evaluate("window.ran") is None
     tab.check(out.as_uri())
+
+
+def test_a_call_that_was_not_made_has_no_times_and_no_empty_arguments(
+    tmp_path: Path, make_tab: Any
+):
+    folder = write_view_run(tmp_path / "run", num_steps=1)
+    path = folder / "rollouts" / "step_000001.jsonl"
+    line = json.loads(path.read_text().splitlines()[0])
+    made = line["request"]["turns"][0]["calls"][0]
+    missing = {"arguments": {}, "num_attempts": 0, "seconds": 0.0, "queue_seconds": 0.0}
+    malformed = {**made, **missing, "name": "", "outcome": "malformed", "message": "not closed"}
+    line["request"]["turns"][0]["calls"] = [malformed, made]
+    path.write_text(json.dumps(line) + "\n")
+    with serving(folder) as address:
+        tab = make_tab()
+        tab.open(address, "trajectory?id=rollouts/step_000001:0")
+        texts = tab.page.locator(".message .call").all_inner_texts()
+        assert texts[0].split() == ["malformed", "result", "4", "tokens", "not", "closed"]
+        assert "at work" in texts[1]
+        assert "12 * 48" in texts[1]
 
 
 def test_an_unknown_trajectory_is_reported_once(tmp_path: Path, make_tab: Any):
