@@ -225,7 +225,7 @@ def test_filters_of_10_000_trajectories(address: str, make_tab: Any):
         assert filter_s < SLACK * FILTER_S
         assert 0 < count(tab) < before
     assert tab.page.locator("table.list").bounding_box()["y"] == top
-    ends = tab.page.locator("table.list tbody td:nth-child(5)").all_inner_texts()
+    ends = tab.page.locator("table.list td[data-column='End']").all_inner_texts()
     assert set(ends) == {"failed"}
     tab.check(address)
 
@@ -239,7 +239,7 @@ def test_the_keyboard_reaches_everything(address: str, make_tab: Any):
     tab.settle()
     press("j")
     press("j")
-    first = page.locator("tr[aria-selected='true'] td:nth-child(2)").inner_text()
+    first = page.locator("tr[aria-selected='true'] td[data-column='Request']").inner_text()
     press("Enter")
     page.wait_for_selector(".conversation")
     assert first in page.inner_text("dl.facts")
@@ -656,8 +656,8 @@ def test_the_four_tasks_of_the_documentation(tmp_path: Path, make_tab: Any):
         choose("#file", "rollouts/step_000010")
         click("main", "the worst first")
         page.wait_for_selector("table.list tbody tr")
-        worst = page.locator("table.list tbody td:nth-child(2)").all_inner_texts()[:3]
-        lines = read_lines(runs[0] / "rollouts/step_000010.jsonl.zst")
+        worst = page.locator("table.list td[data-column='Request']").all_inner_texts()[:3]
+        lines = read_lines(runs[0] / "rollouts/step_000010.jsonl")
         ranked = sorted(lines, key=lambda line: line["combined_reward"])
         assert worst == [line["request"]["request_id"] for line in ranked[:3]]
         page.keyboard.press("Enter")
@@ -687,7 +687,7 @@ def test_the_four_tasks_of_the_documentation(tmp_path: Path, make_tab: Any):
         assert slowest.inner_text() == "search"
         slowest.locator("a").click()
         for order in ("ascending", "descending"):
-            click("th", "Duration")
+            click("th", "Tools s")
             page.wait_for_selector(f"th[aria-sort='{order}']")
             tab.settle()
         page.keyboard.press("Escape")

@@ -80,6 +80,51 @@ def test_missing_rewards_are_last_in_both_orders(folder: Path):
         assert rewards[:-1] == sorted(rewards[:-1], reverse=sort == "-reward")
 
 
+def test_equal_rewards_are_in_the_order_of_advantages_then_of_the_file(folder: Path):
+    path = folder / "rollouts" / "step_000002.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["combined_reward"] = line["request"]["reward"] = 0.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = RunReader(folder)
+    index = run.index(STEP)
+    (unknown, *_), names = index.advantages, [one.request_id for one in index.entries]
+    del index.advantages[unknown]
+    for sort, sign in (("reward", 1), ("-reward", -1)):
+        rows = listed(run, file=STEP, sort=sort)
+        ranked = sorted(names, key=lambda name: sign * index.advantages.get(name, sign * 9))
+        assert [row["request_id"] for row in rows] == ranked
+    worst = [row["id"] for row in listed(run, file=STEP, sort="reward")]
+    around = describe_trajectory(run, worst[3])["around"]
+    assert (around["worse"], around["better"]) == (worst[2], worst[4])
+    path.with_suffix(".tokens.parquet").unlink()
+    rows = listed(RunReader(folder), file=STEP, sort="reward")
+    assert [row["request_id"] for row in rows] == names
+
+
+def test_seconds_of_tools_are_those_of_the_chosen_tool(folder: Path):
+    path = folder / "rollouts" / "step_000002.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        turn = line["request"]["turns"][0]
+        calls = (("search", 16 - number), ("calculator", 100 * (number % 3)), ("search", 0.5))
+        turn["calls"] = [{**turn["calls"][0], "name": name, "seconds": s} for name, s in calls]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = listed(RunReader(folder), file=STEP, tool="search", sort="tool_seconds")
+    assert [row["tool_seconds"] for row in rows] == [number + 1.5 for number in range(16)]
+    (first, *_) = listed(RunReader(folder), file=STEP, sort="-tool_seconds")
+    assert (first["id"], first["tool_seconds"]) == (f"{STEP}:2", 214.5)
+
+
+def test_columns_with_one_value_are_hidden(run: RunReader):
+    def hidden(**given: str) -> list[str]:
+        return queries.list_trajectories(run, Filters(**given))["hidden"]
+
+    assert hidden() == []
+    assert hidden(file=STEP) == ["step"]
+    assert hidden(file=STEP, source="gsm8k") == ["step", "source"]
+
+
 def test_an_unknown_order_is_refused():
     with pytest.raises(DataError, match="unknown order 'size'"):
         Filters.of({"sort": "size"})

@@ -177,6 +177,7 @@ const COLUMNS = [
   ["turns", "Turns", (row) => num(row.turns), true], ["tokens", "Tokens", (row) => num(row.tokens), true],
   ["trained", "Trained", (row) => num(row.trained), true],
   ["calls", "Calls", (row) => (row.bad_calls ? h("span", { class: "bad" }, `${row.calls} (${row.bad_calls} not ok)`) : num(row.calls)), true],
+  ["tool_seconds", "Tools s", (row) => fixed(row.tool_seconds, 3), true],
   ["seconds", "Duration", (row) => seconds(row.seconds), true], ["source", "Source", (row) => row.source],
   ["", "Last answer", (row) => (row.excerpt.length < MAX_EXCERPT ? row.excerpt : `…${row.excerpt}`)],
 ];
@@ -189,7 +190,7 @@ async function listPage(at) {
   const filters = Object.fromEntries(FILTERS.map((key) => [key, at[key] || ""]));
   if (!("file" in at)) filters.file = run().files[0].label;
   if (at.file === "all") filters.file = "";
-  let offset = Number(at.offset || 0), rows = [], selected = 0, asked = 0, timer = 0;
+  let offset = Number(at.offset || 0), rows = [], columns = COLUMNS, selected = 0, asked = 0, timer = 0;
   const count = h("span", { class: "dim", id: "count" });
   const body = h("tbody", {});
   const heads = h("tr", {});
@@ -207,8 +208,9 @@ async function listPage(at) {
     const found = await get("list", { run: runNumber(), ...filters, offset, limit: PAGE_ROWS });
     if (mine !== asked) return;
     rows = found.rows;
+    columns = COLUMNS.filter(([key]) => !found.hidden.includes(key));
     body.replaceChildren(...rows.map((row, i) => h("tr", { onclick: () => open(i) },
-      COLUMNS.map(([, title, cell, isNumber]) => h("td", { class: isNumber ? "num" : title === "Last answer" ? "cut" : "nowrap", dir: title === "Last answer" ? "auto" : null }, cell(row))))));
+      columns.map(([, title, cell, isNumber]) => h("td", { class: isNumber ? "num" : title === "Last answer" ? "cut" : "nowrap", "data-column": title, dir: title === "Last answer" ? "auto" : null }, cell(row))))));
     const pending = !filters.file && found.indexed < found.files ? ` (in ${found.indexed} of ${found.files} files; the others are being read)` : "";
     count.textContent = `${num(found.total)} trajectories${pending}${found.damaged ? `, ${damagedLines(found.damaged)}` : ""}`;
     count.dataset.total = found.total;
@@ -227,7 +229,7 @@ async function listPage(at) {
     clearTimeout(timer);
     timer = setTimeout(load, wait);
   };
-  const fillHeads = () => heads.replaceChildren(...COLUMNS.map(([key, title, , isNumber]) => {
+  const fillHeads = () => heads.replaceChildren(...columns.map(([key, title, , isNumber]) => {
     if (!key) return h("th", { class: isNumber ? "num" : "" }, title);
     const order = filters.sort === key ? "ascending" : filters.sort === `-${key}` ? "descending" : null;
     const mark = { ascending: " ↑", descending: " ↓" }[order] || "";
