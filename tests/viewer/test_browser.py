@@ -569,6 +569,56 @@ def test_an_export_opens_from_disk(tmp_path: Path, make_tab: Any):
     tab.check(out.as_uri())
 
 
+def test_a_step_with_two_rewards_and_a_group_without_spread(tmp_path: Path, make_tab: Any):
+    folder = write_view_run(tmp_path / "run", num_steps=1)
+    path = folder / "rollouts" / "step_000001.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["combined_reward"] = float(number > 10)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with serving(folder) as address:
+        tab = make_tab()
+        tab.open(address, "step")
+        reward = tab.page.locator(".four figure").first
+        chart = reward.locator("svg").bounding_box()
+        boxes = [bar.bounding_box() for bar in reward.locator("rect").all()]
+        assert sum(box["width"] for box in boxes) > 0.85 * chart["width"]
+        assert reward.locator("svg text").all_text_contents() == ["11", "0", "0", "1"]
+        assert tab.page.locator("#groups tbody tr").count() == 1
+        assert not tab.page.locator("#flat-groups").is_visible()
+        tab.page.click("text=1 group without spread")
+        assert tab.page.locator("#flat-groups tbody tr").count() == 1
+        tab.page.set_viewport_size({"width": 800, "height": 800})
+        tops = [box.bounding_box()["y"] for box in tab.page.locator(".four figure").all()]
+        assert tops[0] == tops[1] < tops[2] == tops[3]
+
+
+def test_charts_have_one_x_axis_and_no_point_on_the_y_axis(tmp_path: Path, make_tab: Any):
+    folder = write_view_run(tmp_path / "run", num_steps=0)
+    lines = [{"step": step, "rollout/reward/mean": step / 9} for step in range(1, 9)]
+    lines.insert(0, {"step": 0, "val/a/success": 1.0, "algorithm/zero_signal_groups_frac": 0.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with serving(folder) as address:
+        tab = make_tab()
+        tab.open(address, "runs")
+        tab.wait_until("document.querySelectorAll('.charts svg').length === 2")
+        labels = [
+            chart.locator("text[text-anchor='middle']").all_text_contents()
+            for chart in tab.page.locator(".charts svg").all()
+        ]
+        assert labels[0] == labels[1] == ["0", "2", "4", "6", "8"]
+        success = tab.page.locator("svg[aria-label='val/a/success']")
+        numbers = success.locator("text[text-anchor='end']").all_text_contents()
+        assert max(map(float, numbers)) == 1
+        start = success.locator("path.curve").get_attribute("d").split("m")[0]
+        assert float(start[1:].split()[0]) > float(
+            success.locator("line.grid").first.get_attribute("x1")
+        )
+        name = tab.page.locator(".names li:has-text('zero_signal') span")
+        parts = name.evaluate("(e) => [...e.childNodes].filter((n) => n.data).map((n) => n.data)")
+        assert parts == ["algorithm/", "zero_", "signal_", "groups_", "frac"]
+
+
 def test_a_call_that_was_not_made_has_no_times_and_no_empty_arguments(
     tmp_path: Path, make_tab: Any
 ):
