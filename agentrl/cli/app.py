@@ -256,8 +256,8 @@ def view(
     sort: Annotated[
         str,
         _option(
-            "Order of --terminal: id, reward, tokens, turns, seconds, calls, step, end, source or "
-            "trained; -reward reverses it. Default: as saved."
+            "Order of --terminal: id, reward, tokens, turns, seconds, calls, tool_seconds, step, "
+            "end, source or trained; -reward reverses it. Default: as saved."
         ),
     ] = "",
     end: Annotated[str, _option("Only this end, in --terminal.")] = "",

@@ -181,7 +181,7 @@ def _row_of(index: FileIndex, entry: Entry) -> dict[str, object]:
     if text is None:
         text = "\n".join(texts_of(index.read(entry)["request"])).lower()
     advantage = index.advantages.get(entry.request_id)
-    calls = [call[:2] for call in entry.calls]
+    calls = [(tool, outcome, worked) for tool, outcome, _, worked in entry.calls]
     return {**entry.shown(), "advantage": advantage, "all_calls": calls, "text": text}
 
 

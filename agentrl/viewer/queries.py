@@ -18,7 +18,12 @@ from agentrl.viewer.index import Entry, FileIndex
 from agentrl.viewer.runs import RunReader, find_differences
 from agentrl.viewer.steps import MAX_TOOLS
 
-_SORTS = ("id", "reward", "tokens", "turns", "seconds", "calls", "step", "end", "source", "trained")
+_SORTS = (
+    *("id", "reward", "tokens", "turns", "seconds", "calls", "tool_seconds", "step", "end"),
+    *("source", "trained"),
+)
+_HIDDEN = ("step", "source")
+"""Columns that a list hides if they have one value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +86,10 @@ class Filters:
             found = [one for one in found if index.contains(one, text)]
         return found
 
+    def tool_seconds(self, entry: Entry) -> float:
+        """Return the sum of the seconds at work of a trajectory's calls, or of `tool`'s calls."""
+        return sum(worked for name, _, _, worked in entry.calls if self.tool in ("", name))
+
     def _is_asked(self, call: tuple[str, str, float, float]) -> bool:
         return self.tool in ("", call[0]) and self.outcome in ("", call[1])
 
@@ -113,9 +122,10 @@ def list_runs(runs: Sequence[RunReader]) -> dict[str, Any]:
                 "num_lines": len(metrics),
                 "names": sorted({key for line in metrics for key in line} - {"step"}),
                 "files": labels,
+                "rollout_folder": run.rollout_folder,
             }
         )
-    differences = find_differences([run.config for run in runs]) if len(runs) > 1 else []
+    differences = find_differences([run.recorded_config for run in runs]) if len(runs) > 1 else []
     return {"runs": rows, "differences": differences}
 
 
@@ -151,19 +161,41 @@ def _trained_by_step(run: RunReader) -> dict[int, int]:
     return found
 
 
-def _in_order(found: list[Entry], order: str) -> list[Entry]:
-    """Sort by a column; missing values are last in both directions."""
-    column = order.removeprefix("-")
+def _in_order(
+    found: list[Entry], filters: Filters, advantage_of: Callable[[Entry], float | None]
+) -> list[Entry]:
+    """Sort by a column; missing values are last in both directions.
+
+    Of equal rewards, a lower advantage is lower.
+    """
+    order, column = filters.sort, filters.sort.removeprefix("-")
     if column in ("", "id"):
         return found
-    value_of = _getter(column)
+    getters: dict[str, Callable[[Entry], Any]] = {
+        "calls": lambda entry: len(entry.calls),
+        "tool_seconds": filters.tool_seconds,
+    }
+    value_of, is_reversed = getters.get(column, attrgetter(column)), order.startswith("-")
     known = [one for one in found if value_of(one) == value_of(one) is not None]
     missing = [one for one in found if value_of(one) is None or value_of(one) != value_of(one)]
-    return [*sorted(known, key=value_of, reverse=order.startswith("-")), *missing]
+    key = value_of
+    if column == "reward":
+        last = -math.inf if is_reversed else math.inf
+        key = lambda entry: rank_by_reward(entry, advantage_of(entry), last)  # noqa: E731
+    return [*sorted(known, key=key, reverse=is_reversed), *missing]
 
 
-def _getter(column: str) -> Callable[[Entry], Any]:
-    return attrgetter(column) if column != "calls" else lambda entry: len(entry.calls)
+def rank_by_reward(
+    entry: Entry, advantage: float | None, last: float = math.inf
+) -> tuple[float | None, float]:
+    """Return the key by which trajectories are sorted from the worst to the best.
+
+    Args:
+        entry: The trajectory.
+        advantage: Its advantage, which orders those with equal rewards.
+        last: Stands for an unknown advantage.
+    """
+    return entry.reward, last if advantage is None or math.isnan(advantage) else advantage
 
 
 def list_trajectories(
@@ -178,21 +210,30 @@ def list_trajectories(
     """
     files = run.find_files()
     if filters.file:
-        run.index(filters.file, files[filters.file])
+        run.index(filters.file, files.get(filters.file))
     indexed = run.indexed(files)
     listed = {filters.file: indexed[filters.file]} if filters.file else indexed
     selected = [entry for index in listed.values() for entry in filters.select(index)]
-    found = _in_order(selected, filters.sort)
-    rows = list[dict[str, Any]]()
-    for entry in found[offset : offset + limit]:
-        advantages = listed[entry.id.rpartition(":")[0]].advantages
-        rows.append({**entry.shown(), "advantage": advantages.get(entry.request_id)})
+
+    def advantage_of(entry: Entry) -> float | None:
+        return listed[entry.id.rpartition(":")[0]].advantages.get(entry.request_id)
+
+    found = _in_order(selected, filters, advantage_of)
+    rows = [
+        {
+            **entry.shown(),
+            "advantage": advantage_of(entry),
+            "tool_seconds": filters.tool_seconds(entry),
+        }
+        for entry in found[offset : offset + limit]
+    ]
     return {
         "total": len(found),
         "offset": offset,
         "rows": rows,
         "files": len(files),
         "indexed": len(indexed),
+        "hidden": [name for name in _HIDDEN if len({getattr(one, name) for one in found}) < 2],
         "damaged": sum(len(index.damaged) for index in listed.values()),
     }
 

@@ -2,12 +2,12 @@
 
 import json
 import os
-import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import ne
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from huggingface_hub import try_to_load_from_cache
@@ -27,10 +27,35 @@ from agentrl.trainer.state.run_folder import (
 from agentrl.viewer.index import Entry, FileIndex, index_file, signature_of
 
 _FOLDER_KEY = "trainer.default_local_dir"
+_NOT_SET = object()
 _FOLDERS = ("rollouts", "val_rollouts", "validation", "skipped")
 """Subfolders of a run in which rollouts are also looked for: the run may have been moved."""
 _MAX_TEXT_BYTES = 1 << 29
 """Memory for the texts of conversations of a run."""
+
+
+class RecordedConfig(NamedTuple):
+    """A resolved configuration, and the directory to which its relative paths are relative."""
+
+    values: Mapping[str, Any]
+    directory: str = ""
+
+    def resolve(self, value: Any) -> Any:
+        """Return a text as an absolute path; a text that is no path is changed too."""
+        is_text = isinstance(value, str) and self.directory
+        return os.path.realpath(os.path.join(self.directory, value)) if is_text else value
+
+    def own(self, value: Any) -> Any:
+        """Return a value, with the run's folder replaced in paths in it."""
+        if isinstance(value, list):
+            return [self.own(one) for one in value]
+        folder = (self.values.get("trainer") or {}).get("default_local_dir")
+        if not (folder and isinstance(value, str) and os.sep in value):
+            return value
+        path, folder = Path(self.resolve(value)), Path(self.resolve(folder))
+        if not path.is_relative_to(folder):
+            return value
+        return "/".join((f"${{{_FOLDER_KEY}}}", *path.relative_to(folder).parts))
 
 
 class RunReader:
@@ -84,6 +109,16 @@ class RunReader:
                 if isinstance(config, dict):
                     self._config = newest, config
         return self._config[1]
+
+    @property
+    def recorded_config(self) -> RecordedConfig:
+        """The configuration, and the directory in which the last start was made."""
+        config, (newest, _) = self.config, self._config
+        directory = ""
+        if newest is not None:
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                directory = str(json.loads((newest / "run.json").read_bytes())["directory"])
+        return RecordedConfig(config, directory)
 
     def _moved_config(self) -> dict[str, Any]:
         """Return the configuration with the paths of the run's folder as it is now."""
@@ -139,6 +174,11 @@ class RunReader:
             for ends in names
         ]
 
+    @property
+    def rollout_folder(self) -> str | None:
+        """`trainer.rollout_data_dir`, which may have been removed; None if it is not set."""
+        return (self._moved_config().get("trainer") or {}).get("rollout_data_dir")
+
     def _find_folders(self) -> list[Path]:
         trainer = self._moved_config().get("trainer") or {}
         keys = ("rollout_data_dir", "validation_data_dir")
@@ -156,7 +196,9 @@ class RunReader:
         Raises:
             LookupError: If there is no such file.
         """
-        path = path or self.find_files()[label]
+        path = path or self.find_files().get(label)
+        if path is None:
+            raise LookupError(f"the rollout file {label!r}")
         with self._files_lock:
             known = self._files.get(label)
             if known is None or known.signature != signature_of(path):
@@ -181,11 +223,12 @@ class RunReader:
             LookupError: If there is none.
         """
         label, _, _ = entry_id.rpartition(":")
-        index = self.index(label)
-        for entry in index.entries:
-            if entry.id == entry_id:
-                return index, entry
-        raise LookupError(entry_id)
+        if label in (files := self.find_files()):
+            index = self.index(label, files[label])
+            for entry in index.entries:
+                if entry.id == entry_id:
+                    return index, entry
+        raise LookupError(f"the trajectory {entry_id!r}")
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -212,38 +255,44 @@ class RunReader:
         return None
 
 
-def find_differences(configs: list[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+def find_differences(configs: Sequence[RecordedConfig]) -> list[tuple[str, list[str]]]:
     """Return the keys in which configurations differ, and the value of each.
 
-    The runs' own folders are no difference, and neither are files in them.
+    The same file is no difference, as an absolute or a relative path. The runs' own folders, and
+    the same file in each of them, are none either.
 
     Example:
-        >>> find_differences([{"a": {"b": 1}}, {"a": {"b": 2}}])
+        >>> find_differences([RecordedConfig({"a": {"b": 1}}), RecordedConfig({"a": {"b": 2}})])
         [('a.b', ['1', '2'])]
     """
-    flat = [_flatten(config) for config in configs]
-    keys = sorted({key for leaves in flat for key in leaves})
-    rows = [(key, [leaves.get(key, "not set") for leaves in flat]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    flat = [dict(_leaves(config.values)) for config in configs]
+    rows = list[tuple[str, list[str]]]()
+    for key in sorted({key for leaves in flat for key in leaves}):
+        values = [leaves.get(key, _NOT_SET) for leaves in flat]
+        if not _are_same(values, configs):
+            own = [config.own(value) for config, value in zip(configs, values, strict=True)]
+            is_own = all(map(ne, own, values))
+            rows.append((key, [_text_of(value) for value in (own if is_own else values)]))
+    return rows
 
 
-def _flatten(config: Mapping[str, Any]) -> dict[str, str]:
-    leaves = dict(_leaves(config))
-    folder = Path(leaves.get(_FOLDER_KEY, "").strip('"'))
-    if not folder.name:
-        return leaves
-    # The folder is stored as an absolute path, and paths in it may be relative: `runs/a/data`.
-    parts = folder.parts
-    forms = [str(folder), *(str(Path(*parts[start:])) for start in range(1, len(parts) - 1))]
-    own = re.compile(
-        rf'(?<=")(?:(?:{"|".join(map(re.escape, forms))})(?=[/"])|{re.escape(parts[-1])}(?=/))'
-    )
-    return {key: own.sub(f"${{{_FOLDER_KEY}}}", value) for key, value in leaves.items()}
+def _are_same(values: Sequence[Any], configs: Sequence[RecordedConfig]) -> bool:
+    if all(isinstance(value, list) for value in values) and len({*map(len, values)}) == 1:
+        return all(_are_same(column, configs) for column in zip(*values, strict=True))
+    pairs = list(zip(configs, values, strict=True))
+    forms = (lambda _, value: value, RecordedConfig.resolve, RecordedConfig.own)
+    return any(len({_text_of(form(*pair)) for pair in pairs}) == 1 for form in forms)
 
 
-def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def _text_of(value: Any) -> str:
+    if value is _NOT_SET:
+        return "not set"
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping) and tree:
         for name, value in tree.items():
             yield from _leaves(value, f"{key}.{name}" if key else str(name))
     else:
-        yield key, json.dumps(tree, ensure_ascii=False, default=str)
+        yield key, tree

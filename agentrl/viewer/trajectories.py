@@ -9,6 +9,7 @@ from typing import Any
 from agentrl.errors import DataError
 from agentrl.trainer.rollouts.token_files import TOKEN_COLUMNS, read_tokens, token_path
 from agentrl.viewer.index import Entry, FileIndex
+from agentrl.viewer.queries import rank_by_reward
 from agentrl.viewer.runs import RunReader
 from agentrl.viewer.timeline import describe_timeline
 
@@ -47,7 +48,7 @@ def _around(index: FileIndex, entry: Entry) -> dict[str, str | None]:
     """Return the neighbors of a trajectory in its file, by reward and by line."""
     ranked = sorted(
         (one for one in index.entries if one.reward is not None and one.reward == one.reward),
-        key=lambda one: (one.reward, one.offset),
+        key=lambda one: rank_by_reward(one, index.advantages.get(one.request_id)),
     )
     worse, better = _neighbors(ranked, entry)
     previous, following = _neighbors(index.entries, entry)

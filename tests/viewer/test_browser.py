@@ -225,7 +225,7 @@ def test_filters_of_10_000_trajectories(address: str, make_tab: Any):
         assert filter_s < SLACK * FILTER_S
         assert 0 < count(tab) < before
     assert tab.page.locator("table.list").bounding_box()["y"] == top
-    ends = tab.page.locator("table.list tbody td:nth-child(5)").all_inner_texts()
+    ends = tab.page.locator("table.list td[data-column='End']").all_inner_texts()
     assert set(ends) == {"failed"}
     tab.check(address)
 
@@ -239,7 +239,7 @@ def test_the_keyboard_reaches_everything(address: str, make_tab: Any):
     tab.settle()
     press("j")
     press("j")
-    first = page.locator("tr[aria-selected='true'] td:nth-child(2)").inner_text()
+    first = page.locator("tr[aria-selected='true'] td[data-column='Request']").inner_text()
     press("Enter")
     page.wait_for_selector(".conversation")
     assert first in page.inner_text("dl.facts")
@@ -302,7 +302,12 @@ def test_two_samples_of_a_group_are_next_to_each_other(address: str, make_tab: A
     tab.open(address, f"trajectory?id={FILE}:17")
     tab.page.select_option("#compare", index=1)
     tab.page.wait_for_selector(".pair")
-    assert tab.page.locator(".pair .conversation").count() == 2
+    columns = tab.page.locator(".pair .conversation")
+    heads = columns.locator("h2:first-child").all_inner_texts()
+    assert [head.partition(":")[0] for head in heads] == ["Sample 1", "Sample 0"]
+    rewards = columns.locator(".rewards tr:has-text('combined_reward')").all_inner_texts()
+    for head, reward in zip(heads, rewards, strict=True):
+        assert head.split()[3] == f"{float(reward.split()[1]):.3f},"
     assert tab.page.locator("#same-row .chip").count() > 0
     tab.check(address)
 
@@ -316,7 +321,7 @@ def test_a_live_run_grows_on_the_page(tmp_path: Path, make_tab: Any):
         tab.open(address, "runs")
         step.open(address, "step")
         assert "There are no metrics yet" in tab.page.inner_text("main")
-        assert "no saved rollouts" in step.page.inner_text("main")
+        assert f"its folder {folder}/rollouts is missing or empty" in step.page.inner_text("main")
         assert "actor.lr" in tab.page.inner_text("#differences")
         draw, before = random.Random(5), None
         for number in (1, 2, 3):
@@ -564,6 +569,84 @@ def test_an_export_opens_from_disk(tmp_path: Path, make_tab: Any):
     tab.check(out.as_uri())
 
 
+def test_a_step_with_two_rewards_and_a_group_without_spread(tmp_path: Path, make_tab: Any):
+    folder = write_view_run(tmp_path / "run", num_steps=1)
+    path = folder / "rollouts" / "step_000001.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["combined_reward"] = float(number > 10)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with serving(folder) as address:
+        tab = make_tab()
+        tab.open(address, "step")
+        reward = tab.page.locator(".four figure").first
+        chart = reward.locator("svg").bounding_box()
+        boxes = [bar.bounding_box() for bar in reward.locator("rect").all()]
+        assert sum(box["width"] for box in boxes) > 0.85 * chart["width"]
+        assert reward.locator("svg text").all_text_contents() == ["11", "0", "0", "1"]
+        assert tab.page.locator("#groups tbody tr").count() == 1
+        assert not tab.page.locator("#flat-groups").is_visible()
+        tab.page.click("text=1 group without spread")
+        assert tab.page.locator("#flat-groups tbody tr").count() == 1
+        tab.page.set_viewport_size({"width": 800, "height": 800})
+        tops = [box.bounding_box()["y"] for box in tab.page.locator(".four figure").all()]
+        assert tops[0] == tops[1] < tops[2] == tops[3]
+
+
+def test_charts_have_one_x_axis_and_no_point_on_the_y_axis(tmp_path: Path, make_tab: Any):
+    folder = write_view_run(tmp_path / "run", num_steps=0)
+    lines = [{"step": step, "rollout/reward/mean": step / 9} for step in range(1, 9)]
+    lines.insert(0, {"step": 0, "val/a/success": 1.0, "algorithm/zero_signal_groups_frac": 0.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with serving(folder) as address:
+        tab = make_tab()
+        tab.open(address, "runs")
+        tab.wait_until("document.querySelectorAll('.charts svg').length === 2")
+        labels = [
+            chart.locator("text[text-anchor='middle']").all_text_contents()
+            for chart in tab.page.locator(".charts svg").all()
+        ]
+        assert labels[0] == labels[1] == ["0", "2", "4", "6", "8"]
+        success = tab.page.locator("svg[aria-label='val/a/success']")
+        numbers = success.locator("text[text-anchor='end']").all_text_contents()
+        assert max(map(float, numbers)) == 1
+        start = success.locator("path.curve").get_attribute("d").split("m")[0]
+        assert float(start[1:].split()[0]) > float(
+            success.locator("line.grid").first.get_attribute("x1")
+        )
+        name = tab.page.locator(".names li:has-text('zero_signal') span")
+        parts = name.evaluate("(e) => [...e.childNodes].filter((n) => n.data).map((n) => n.data)")
+        assert parts == ["algorithm/", "zero_", "signal_", "groups_", "frac"]
+
+
+def test_a_call_that_was_not_made_has_no_times_and_no_empty_arguments(
+    tmp_path: Path, make_tab: Any
+):
+    folder = write_view_run(tmp_path / "run", num_steps=1)
+    path = folder / "rollouts" / "step_000001.jsonl"
+    line = json.loads(path.read_text().splitlines()[0])
+    made = line["request"]["turns"][0]["calls"][0]
+    missing = {"arguments": {}, "num_attempts": 0, "seconds": 0.0, "queue_seconds": 0.0}
+    malformed = {**made, **missing, "name": "", "outcome": "malformed", "message": "not closed"}
+    line["request"]["turns"][0]["calls"] = [malformed, made]
+    path.write_text(json.dumps(line) + "\n")
+    with serving(folder) as address:
+        tab = make_tab()
+        tab.open(address, "trajectory?id=rollouts/step_000001:0")
+        texts = tab.page.locator(".message .call").all_inner_texts()
+        assert texts[0].split() == ["malformed", "result", "4", "tokens", "not", "closed"]
+        assert "at work" in texts[1]
+        assert "12 * 48" in texts[1]
+
+
+def test_an_unknown_trajectory_is_reported_once(tmp_path: Path, make_tab: Any):
+    with serving(write_view_run(tmp_path / "run", num_steps=1)) as address:
+        tab = make_tab()
+        tab.open(address, "trajectory?id=nothing")
+        assert tab.page.inner_text("main") == "not found: the trajectory 'nothing'"
+        assert not tab.page.locator("#error").is_visible()
+
+
 def test_a_bar_of_the_rewards_lists_as_many_trajectories_as_it_counts(
     tmp_path: Path, make_tab: Any
 ):
@@ -623,8 +706,8 @@ def test_the_four_tasks_of_the_documentation(tmp_path: Path, make_tab: Any):
         choose("#file", "rollouts/step_000010")
         click("main", "the worst first")
         page.wait_for_selector("table.list tbody tr")
-        worst = page.locator("table.list tbody td:nth-child(2)").all_inner_texts()[:3]
-        lines = read_lines(runs[0] / "rollouts/step_000010.jsonl.zst")
+        worst = page.locator("table.list td[data-column='Request']").all_inner_texts()[:3]
+        lines = read_lines(runs[0] / "rollouts/step_000010.jsonl")
         ranked = sorted(lines, key=lambda line: line["combined_reward"])
         assert worst == [line["request"]["request_id"] for line in ranked[:3]]
         page.keyboard.press("Enter")
@@ -654,7 +737,7 @@ def test_the_four_tasks_of_the_documentation(tmp_path: Path, make_tab: Any):
         assert slowest.inner_text() == "search"
         slowest.locator("a").click()
         for order in ("ascending", "descending"):
-            click("th", "Duration")
+            click("th", "Tools s")
             page.wait_for_selector(f"th[aria-sort='{order}']")
             tab.settle()
         page.keyboard.press("Escape")

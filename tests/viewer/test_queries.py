@@ -16,7 +16,7 @@ from agentrl.trainer.rollouts.files import read_trajectories
 from agentrl.viewer import queries, trajectories
 from agentrl.viewer.index import index_file
 from agentrl.viewer.queries import Filters
-from agentrl.viewer.runs import RunReader, find_differences
+from agentrl.viewer.runs import RecordedConfig, RunReader, find_differences
 from agentrl.viewer.steps import describe_step, histogram
 from agentrl.viewer.trajectories import describe_trajectory, list_tokens
 from tests.fakes.viewer_runs import (
@@ -80,6 +80,51 @@ def test_missing_rewards_are_last_in_both_orders(folder: Path):
         assert rewards[:-1] == sorted(rewards[:-1], reverse=sort == "-reward")
 
 
+def test_equal_rewards_are_in_the_order_of_advantages_then_of_the_file(folder: Path):
+    path = folder / "rollouts" / "step_000002.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["combined_reward"] = line["request"]["reward"] = 0.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = RunReader(folder)
+    index = run.index(STEP)
+    (unknown, *_), names = index.advantages, [one.request_id for one in index.entries]
+    del index.advantages[unknown]
+    for sort, sign in (("reward", 1), ("-reward", -1)):
+        rows = listed(run, file=STEP, sort=sort)
+        ranked = sorted(names, key=lambda name: sign * index.advantages.get(name, sign * 9))
+        assert [row["request_id"] for row in rows] == ranked
+    worst = [row["id"] for row in listed(run, file=STEP, sort="reward")]
+    around = describe_trajectory(run, worst[3])["around"]
+    assert (around["worse"], around["better"]) == (worst[2], worst[4])
+    path.with_suffix(".tokens.parquet").unlink()
+    rows = listed(RunReader(folder), file=STEP, sort="reward")
+    assert [row["request_id"] for row in rows] == names
+
+
+def test_seconds_of_tools_are_those_of_the_chosen_tool(folder: Path):
+    path = folder / "rollouts" / "step_000002.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        turn = line["request"]["turns"][0]
+        calls = (("search", 16 - number), ("calculator", 100 * (number % 3)), ("search", 0.5))
+        turn["calls"] = [{**turn["calls"][0], "name": name, "seconds": s} for name, s in calls]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = listed(RunReader(folder), file=STEP, tool="search", sort="tool_seconds")
+    assert [row["tool_seconds"] for row in rows] == [number + 1.5 for number in range(16)]
+    (first, *_) = listed(RunReader(folder), file=STEP, sort="-tool_seconds")
+    assert (first["id"], first["tool_seconds"]) == (f"{STEP}:2", 214.5)
+
+
+def test_columns_with_one_value_are_hidden(run: RunReader):
+    def hidden(**given: str) -> list[str]:
+        return queries.list_trajectories(run, Filters(**given))["hidden"]
+
+    assert hidden() == []
+    assert hidden(file=STEP) == ["step"]
+    assert hidden(file=STEP, source="gsm8k") == ["step", "source"]
+
+
 def test_an_unknown_order_is_refused():
     with pytest.raises(DataError, match="unknown order 'size'"):
         Filters.of({"sort": "size"})
@@ -136,6 +181,20 @@ def test_a_file_that_is_damaged_after_it_was_read_has_no_match(folder: Path):
     assert index.contains(entry, "let me")
     index.path.write_text("x" * 100_000)
     assert not index.contains(entry, "let me")
+
+
+@pytest.mark.parametrize("name", [f"{STEP}:99", "rollouts/step_000099:1", "nothing"])
+def test_an_unknown_trajectory_is_named(run: RunReader, name: str):
+    with pytest.raises(LookupError, match=f"the trajectory '{name}'"):
+        describe_trajectory(run, name)
+    with pytest.raises(LookupError, match="the rollout file 'nothing'"):
+        listed(run, file="nothing")
+
+
+def test_a_run_names_the_folder_that_its_rollouts_had(folder: Path):
+    shutil.rmtree(folder / "rollouts")
+    (row,) = queries.list_runs([RunReader(folder)])["runs"]
+    assert (row["files"], row["rollout_folder"]) == ([], str(folder / "rollouts"))
 
 
 def test_rewards_of_any_size_are_described(folder: Path):
@@ -380,37 +439,70 @@ def test_tokens_of_the_prompt_are_observed(run: RunReader, monkeypatch: pytest.M
         list_tokens(run, f"{STEP}:0", part="answer")
 
 
+def differences(*configs: dict[str, Any], directory: str = "/home/me") -> dict[str, list[str]]:
+    return dict(find_differences([RecordedConfig(config, directory) for config in configs]))
+
+
+def config_in(folder: str, **sections: Any) -> dict[str, Any]:
+    return {"trainer": {"default_local_dir": folder}, **sections}
+
+
 def test_differences_name_the_keys_that_differ():
     first, second = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}, "d": None}
-    assert find_differences([first, second]) == [
-        ("a.b", ["1", "3"]),
-        ("d", ["not set", "null"]),
-    ]
+    assert differences(first, second) == {"a.b": ["1", "3"], "d": ["not set", "null"]}
 
 
 def test_files_in_the_own_folder_of_each_run_are_no_difference():
     first, second = (
-        {
-            "trainer": {"default_local_dir": folder},
-            "model": {"path": f"{folder}/policy"},
-            "d": [data],
-        }
-        for folder, data in (("/runs/a", "/runs/ab/x"), ("/runs/b", "/runs/b/x"))
+        config_in(f"/home/me/runs/{name}", model={"path": f"/home/me/runs/{name}/policy"}, d=data)
+        for name, data in (("a", ["runs/ab/x"]), ("b", ["runs/b/x"]))
     )
-    assert find_differences([first, second]) == [
-        ("d", ['["/runs/ab/x"]', '["${trainer.default_local_dir}/x"]'])
-    ]
+    assert differences(first, second) == {"d": ['["runs/ab/x"]', '["runs/b/x"]']}
+
+
+def test_different_files_in_the_own_folders_are_shown_relative_to_them():
+    first, second = (
+        config_in(f"/runs/{name}", model={"path": f"/runs/{name}/{policy}"})
+        for name, policy in (("a", "policy"), ("b", "trained"))
+    )
+    own = "${trainer.default_local_dir}"
+    assert differences(first, second) == {
+        "model.path": [f'"{own}/policy"', f'"{own}/trained"']
+    }  # fmt: skip
 
 
 def test_relative_paths_in_the_own_folder_are_no_difference():
     first, second = (
         {
             "trainer": {"default_local_dir": f"/home/me/runs/{name}", "experiment_name": name},
-            "data": [f"runs/{name}/data", f"{name}/data"],
+            "data": [f"runs/{name}/data", f"./runs/{name}/data"],
         }
         for name in "ab"
     )
-    assert find_differences([first, second]) == [("trainer.experiment_name", ['"a"', '"b"'])]
+    assert differences(first, second) == {"trainer.experiment_name": ['"a"', '"b"']}
+
+
+def test_the_same_file_is_no_difference_in_the_folder_of_one_of_the_runs():
+    """The second run is started from the saved configuration of the first one."""
+    first = config_in("/home/me/runs/a", train=["runs/a/train", "own/a"], lr=1, name="x/y")
+    saved = config_in("/home/me/runs/b", train=["/home/me/runs/a/train", "own/a"], lr=2, name="x/y")
+    assert differences(first, saved) == {"lr": ["1", "2"]}
+    relative = {**saved, "train": ["runs/a/train", "own/a"]}
+    assert differences(first, relative) == {"lr": ["1", "2"]}
+
+
+def test_the_directory_of_relative_paths_is_read_from_the_last_start(tmp_path: Path):
+    runs = list[RunReader]()
+    for name, data in (("a", "runs/a/data"), ("b", str(tmp_path / "runs" / "a" / "data"))):
+        folder = write_view_run(tmp_path / "runs" / name, num_steps=1)
+        start = folder / "starts" / "0001"
+        config = config_in(str(folder), data=data)
+        (start / "resolved.yaml").write_text(yaml.safe_dump(config))
+        (start / "run.json").write_text(json.dumps({"directory": str(tmp_path)}))
+        runs.append(RunReader(folder))
+    assert queries.list_runs(runs)["differences"] == []
+    (runs[0].folder / "starts" / "0001" / "run.json").write_text("{")
+    assert [key for key, _ in queries.list_runs(runs)["differences"]] == ["data"]
 
 
 def test_numbers_that_are_not_finite_become_text():

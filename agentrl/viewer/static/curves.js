@@ -26,7 +26,7 @@ async function runsPage() {
       h("input", { type: "checkbox", checked: view.chosen.has(name), onchange: (event) => {
         if (event.target.checked) view.chosen = new Set([name, ...view.chosen]); else view.chosen.delete(name);
         draw();
-      } }), name))));
+      } }), h("span", {}, breakable(name))))));
   };
   let axes = [], curves = new Map(), lines = "";
   const draw = async () => {
@@ -38,9 +38,10 @@ async function runsPage() {
       curves.set(name, await Promise.all(known.runs.map((one) => (one.names.includes(name)
         ? get("curve", { run: one.run, name }) : { at: [], y: [] }))));
     }));
-    charts.replaceChildren(...[...view.chosen].filter((name) => curves.has(name)).map((name) => chart(name,
-      chartWidth(charts), curves.get(name).map((curve, i) => curve.at.map((at, j) => [axes[i][view.x][at], curve.y[j], axes[i].step[at]])
-        .filter(([x, y]) => typeof x === "number" && typeof y === "number")))));
+    const drawn = [...view.chosen].filter((name) => curves.has(name)).map((name) => [name, curves.get(name).map((curve, i) => curve.at
+      .map((at, j) => [axes[i][view.x][at], curve.y[j], axes[i].step[at]]).filter(([x, y]) => typeof x === "number" && typeof y === "number"))]);
+    const range = rangeOf(drawn.flatMap(([, series]) => series.flat()).map(([x]) => x));
+    charts.replaceChildren(...drawn.map(([name, series]) => chart(name, chartWidth(charts), series, range)));
     if (!view.chosen.size) charts.replaceChildren(h("p", { class: "dim" }, names().length ? "Choose metrics in the list." : "There are no metrics yet."));
   };
   const fillTable = () => table.replaceChildren(h("table", { id: "runs-table" },
@@ -131,9 +132,14 @@ function openStep(number, step) {
   if (file) go("step", { run: number || "", file: file.label });
 }
 
-/** Draw the curves of a metric, one for each run: `[[x, y, step], ...]`. */
-function chart(name, width, series) {
-  const height = 210, left = 52, right = 8, top = 6, bottom = 22;
+const rangeOf = (values) => [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
+
+/** Let a name break after `/` and `_` only. */
+const breakable = (name) => name.split(/(?<=[/_])/).flatMap((part, i) => (i ? [h("wbr"), part] : [part]));
+
+/** Draw the curves of a metric, one for each run: `[[x, y, step], ...]`; `range` is that of the x axes of all charts. */
+function chart(name, width, series, range) {
+  const height = 210, left = 52, right = 8, top = 6, bottom = 22, inset = 8;
   const note = h("span", { class: "dim" });
   const head = h("figcaption", {}, name, note);
   const isLog = view.log;
@@ -145,16 +151,13 @@ function chart(name, width, series) {
     return h("figure", {}, head, h("svg", { viewBox: `0 0 ${width} ${height}` }));
   }
   const scale = isLog ? Math.log10 : (y) => y;
-  const bounds = (values) => {
-    const low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
-    const margin = (high - low) * 0.04 || Math.abs(high) * 0.1 || 1;
-    return [low, high, margin];
-  };
-  let [x0, x1] = bounds(all.map(([x]) => x));
+  let [x0, x1] = range;
   if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
-  const [low, high, margin] = bounds(all.map(([, y]) => scale(y)));
-  const y0 = low - margin, y1 = high + margin;
-  const px = (x) => left + ((x - x0) / (x1 - x0)) * (width - left - right);
+  let [low, high] = rangeOf(all.map(([, y]) => scale(y)));
+  if (low === high) { if (low) low -= Math.abs(low) * 0.1; else high = 1; }
+  const margin = (high - low) * 0.04, y0 = low - margin, y1 = high + margin;
+  const inner = width - left - right - 2 * inset;  // no point is on the y axis
+  const px = (x) => left + inset + ((x - x0) / (x1 - x0)) * inner;
   const py = (y) => top + ((y1 - scale(y)) / (y1 - y0)) * (height - top - bottom);
   const path = (points) => thinned(points).map(([x, y], i) => `${i ? "L" : "M"}${px(x).toFixed(1)} ${py(y).toFixed(1)}`).join("");
   const dot = (points) => (points.length === 1 ? `m-3 0a3 3 0 1 0 6 0a3 3 0 1 0 -6 0` : "");
@@ -179,7 +182,7 @@ function chart(name, width, series) {
   /** Return the point of each curve that is nearest to the pointer along the x axis. */
   const pointsAt = (event) => {
     const box = svg.getBoundingClientRect();
-    const x = x0 + ((((event.clientX - box.left) / box.width) * width - left) / (width - left - right)) * (x1 - x0);
+    const x = x0 + ((((event.clientX - box.left) / box.width) * width - left - inset) / inner) * (x1 - x0);
     return lines.map((points) => points.reduce((best, point) => (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x) ? point : best), null));
   };
   svg.addEventListener("click", (event) => {

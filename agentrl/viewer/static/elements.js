@@ -103,8 +103,9 @@ async function get(name, parameters = {}) {
     return value;
   } catch (error) {
     const isGone = error instanceof TypeError;
-    showError(isGone ? "The server does not answer. Is `agentrl view` still running?" : error.message);
-    throw error;
+    const reason = isGone ? new Error("The server does not answer. Is `agentrl view` still running?") : error;
+    showError(reason.message);
+    throw reason;
   } finally {
     numLoads -= 1;
     document.body.dataset.loading = numLoads;
@@ -131,22 +132,26 @@ function listFromExport(q) {
   const all = EXPORT.lists[q.run];
   const low = q.min_reward ? Number(q.min_reward) : -Infinity, high = Number(q.max_reward);
   const words = (q.text || "").toLowerCase();
-  const rows = all.filter((row) => (!q.file || row.id.startsWith(`${q.file}:`))
+  const found = all.filter((row) => (!q.file || row.id.startsWith(`${q.file}:`))
     && (!q.end || row.end === q.end) && (!q.source || row.source === q.source)
     && (!q.uid || row.uid === q.uid)
     && (!q.tool && !q.outcome || row.all_calls.some(([tool, outcome]) => (!q.tool || tool === q.tool)
       && (!q.outcome || outcome === q.outcome)))
     && (!q.min_reward && !q.max_reward || row.reward !== null && row.reward >= low && (!q.max_reward || row.reward < high))
     && (!words || row.text.includes(words)));
+  const toolSeconds = (row) => row.all_calls.reduce((sum, [tool, , worked]) => sum + (!q.tool || tool === q.tool ? worked : 0), 0);
+  const rows = found.map((row) => ({ ...row, tool_seconds: toolSeconds(row) }));
   const column = (q.sort || "").replace("-", ""), sign = (q.sort || "").startsWith("-") ? -1 : 1;
+  const order = (a, b, key) => ((a[key] === null) - (b[key] === null))
+    || sign * (a[key] > b[key] ? 1 : a[key] < b[key] ? -1 : 0);
   if (column && column !== "id") {
-    rows.sort((a, b) => ((a[column] === null) - (b[column] === null))
-      || sign * (a[column] > b[column] ? 1 : a[column] < b[column] ? -1 : 0));
+    rows.sort((a, b) => order(a, b, column) || (column === "reward" ? order(a, b, "advantage") : 0));
   }
   const offset = q.offset || 0;
   const files = known.runs[q.run].files.filter((one) => !q.file || one.label === q.file);
   const damaged = files.reduce((sum, { label }) => sum + EXPORT.answers[`step?${queryOf({ run: q.run, file: label })}`].damaged.length, 0);
-  return { total: rows.length, offset, rows: rows.slice(offset, offset + PAGE_ROWS), files: 1, indexed: 1, damaged };
+  return { total: rows.length, offset, rows: rows.slice(offset, offset + PAGE_ROWS), files: 1, indexed: 1, damaged,
+    hidden: ["step", "source"].filter((key) => new Set(rows.map((row) => row[key])).size < 2) };
 }
 
 function showError(text) {

@@ -23,8 +23,9 @@ function fileChoice(file, onchange, withAll) {
   return { move, refresh, content: [h("label", {}, "File ", select), before, after] };
 }
 
-const noRollouts = () => h("p", { class: "dim" },
-  "This run has no saved rollouts. Set trainer.rollout_data_dir to save them.");
+const noRollouts = () => h("p", { class: "dim" }, run().rollout_folder
+  ? `This run has no saved rollouts: its folder ${run().rollout_folder} is missing or empty.`
+  : "This run has no saved rollouts. Set trainer.rollout_data_dir to save them.");
 
 async function stepPage(at) {
   if (!run().files.length) return { title: "Step", content: [noRollouts()], update: () => run().files.length && show() };
@@ -91,25 +92,30 @@ function changes(step, other, at) {
 }
 
 function bars(bins, file) {
-  const width = 300, height = 120, bottom = 18, most = Math.max(1, ...bins.counts);
+  const width = 300, height = 120, left = 30, top = 6, bottom = 18, most = Math.max(1, ...bins.counts);
   const summary = bins.counts.length
     ? `mean ${num(bins.mean, 3)}, median ${num(bins.median, 3)}, p95 ${num(bins.p95, 3)}` : "no values";
   const svg = h("svg", { viewBox: `0 0 ${width} ${height}` });
-  const size = Math.min(40, width / Math.max(1, bins.counts.length));
+  const size = (width - left) / Math.max(1, bins.counts.length);
+  for (const [y, count] of [[top, most], [height - bottom, 0]]) {
+    svg.append(h("line", { class: "grid", x1: left, x2: width, y1: y, y2: y }),
+      h("text", { x: left - 5, y: y + 4, "text-anchor": "end" }, bins.counts.length ? axisNumber(count) : ""));
+  }
   bins.counts.forEach((count, i) => {
-    const tall = (count / most) * (height - bottom - 4);
+    const tall = (count / most) * (height - bottom - top);
     const range = bins.is_whole ? num(bins.edges[i] + 0.5) : `${num(bins.edges[i])} to ${num(bins.edges[i + 1])}`;
-    const column = h("rect", { class: "column", x: i * size + 0.5, width: Math.max(1, size - 1), y: height - bottom - tall, height: tall },
+    const column = h("rect", { class: "column", x: left + i * size + 0.5, width: Math.max(1, size - 1), y: height - bottom - tall, height: tall },
       h("title", {}, `${range} ${bins.unit}: ${num(count)}`));
     const isReward = bins.name === "reward" && count;
     const target = h("g", isReward ? { role: "link", class: "pick", onclick: () => go("list", { run: runNumber() || "", file,
       min_reward: bins.edges[i], max_reward: i + 1 < bins.counts.length ? bins.edges[i + 1] : "" }) } : {}, column);
     svg.append(target);
   });
-  svg.append(h("line", { class: "grid", x1: 0, x2: width, y1: height - bottom, y2: height - bottom }));
   if (bins.counts.length) {
-    svg.append(h("text", { x: 0, y: height - 4 }, num(bins.min)),
-      bins.max > bins.min ? h("text", { x: size * bins.counts.length, y: height - 4, "text-anchor": "end" }, num(bins.max)) : "");
+    const [first, last] = bins.is_whole ? [left + size / 2, width - size / 2] : [left, width];
+    const anchors = bins.is_whole ? ["middle", "middle"] : ["start", "end"];
+    svg.append(h("text", { x: first, y: height - 4, "text-anchor": anchors[0] }, num(bins.min)),
+      bins.max > bins.min ? h("text", { x: last, y: height - 4, "text-anchor": anchors[1] }, num(bins.max)) : "");
   }
   const names = { reward: "Reward", response: "Response, tokens", turns: "Turns", duration: "Duration, s" };
   return h("figure", {}, h("figcaption", {}, names[bins.name]), h("div", { class: "dim" }, summary, bins.missing ? `, ${num(bins.missing)} without` : ""), svg);
@@ -149,13 +155,17 @@ const failureTable = (rows, runId) => tableOf([
 ], rows, "No request failed.");
 
 function groupTable(step, runId, more) {
+  const table = (rows, id) => tableOf([
+    ["Group", (row) => h("span", { class: "nowrap" }, row.uid)],
+    ["Mean reward", (row) => fixed(row.mean, 3), true],
+    ["Spread", (row) => fixed(row.spread, 3), true],
+    ["Samples", (row) => h("div", { class: "chips" }, row.samples.map((one) => chip(one, runId)))],
+  ], rows, "None has a spread.", { class: "groups", id });
+  const spread = step.groups.filter((row) => row.spread), flat = step.groups.filter((row) => !row.spread);
+  const number = flat.length + step.num_groups - step.groups.length;  // those with a spread are listed first
   return h("div", {}, h("p", { class: "dim" }, `Each sample: reward, and mean advantage of its trained tokens if it was saved. ${more}`),
-    tableOf([
-      ["Group", (row) => h("span", { class: "nowrap" }, row.uid)],
-      ["Mean reward", (row) => fixed(row.mean, 3), true],
-      ["Spread", (row) => fixed(row.spread, 3), true],
-      ["Samples", (row) => h("div", { class: "chips" }, row.samples.map((one) => chip(one, runId)))],
-    ], step.groups, "None.", { id: "groups" }));
+    table(spread, "groups"),
+    flat.length ? h("details", {}, h("summary", {}, `${num(number)} group${number === 1 ? "" : "s"} without spread`), table(flat, "flat-groups")) : null);
 }
 
 function chip(one, runId, isHere) {
@@ -176,6 +186,7 @@ const COLUMNS = [
   ["turns", "Turns", (row) => num(row.turns), true], ["tokens", "Tokens", (row) => num(row.tokens), true],
   ["trained", "Trained", (row) => num(row.trained), true],
   ["calls", "Calls", (row) => (row.bad_calls ? h("span", { class: "bad" }, `${row.calls} (${row.bad_calls} not ok)`) : num(row.calls)), true],
+  ["tool_seconds", "Tools s", (row) => fixed(row.tool_seconds, 3), true],
   ["seconds", "Duration", (row) => seconds(row.seconds), true], ["source", "Source", (row) => row.source],
   ["", "Last answer", (row) => (row.excerpt.length < MAX_EXCERPT ? row.excerpt : `…${row.excerpt}`)],
 ];
@@ -188,7 +199,7 @@ async function listPage(at) {
   const filters = Object.fromEntries(FILTERS.map((key) => [key, at[key] || ""]));
   if (!("file" in at)) filters.file = run().files[0].label;
   if (at.file === "all") filters.file = "";
-  let offset = Number(at.offset || 0), rows = [], selected = 0, asked = 0, timer = 0;
+  let offset = Number(at.offset || 0), rows = [], columns = COLUMNS, selected = 0, asked = 0, timer = 0;
   const count = h("span", { class: "dim", id: "count" });
   const body = h("tbody", {});
   const heads = h("tr", {});
@@ -206,8 +217,9 @@ async function listPage(at) {
     const found = await get("list", { run: runNumber(), ...filters, offset, limit: PAGE_ROWS });
     if (mine !== asked) return;
     rows = found.rows;
+    columns = COLUMNS.filter(([key]) => !found.hidden.includes(key));
     body.replaceChildren(...rows.map((row, i) => h("tr", { onclick: () => open(i) },
-      COLUMNS.map(([, title, cell, isNumber]) => h("td", { class: isNumber ? "num" : title === "Last answer" ? "cut" : "nowrap", dir: title === "Last answer" ? "auto" : null }, cell(row))))));
+      columns.map(([, title, cell, isNumber]) => h("td", { class: isNumber ? "num" : title === "Last answer" ? "cut" : "nowrap", "data-column": title, dir: title === "Last answer" ? "auto" : null }, cell(row))))));
     const pending = !filters.file && found.indexed < found.files ? ` (in ${found.indexed} of ${found.files} files; the others are being read)` : "";
     count.textContent = `${num(found.total)} trajectories${pending}${found.damaged ? `, ${damagedLines(found.damaged)}` : ""}`;
     count.dataset.total = found.total;
@@ -226,7 +238,7 @@ async function listPage(at) {
     clearTimeout(timer);
     timer = setTimeout(load, wait);
   };
-  const fillHeads = () => heads.replaceChildren(...COLUMNS.map(([key, title, , isNumber]) => {
+  const fillHeads = () => heads.replaceChildren(...columns.map(([key, title, , isNumber]) => {
     if (!key) return h("th", { class: isNumber ? "num" : "" }, title);
     const order = filters.sort === key ? "ascending" : filters.sort === `-${key}` ? "descending" : null;
     const mark = { ascending: " ↑", descending: " ↓" }[order] || "";

@@ -26,7 +26,10 @@ async function show() {
     if (page.draw) page.draw();
     document.body.dataset.ready = at.page;
   } catch (error) {
-    if (mine === shown) $("main").replaceChildren(h("p", { class: "dim" }, error.message));
+    if (mine !== shown) return;
+    showError("");
+    $("main").replaceChildren(h("p", { class: "bad", role: "alert" }, error.message));
+    document.body.dataset.ready = at.page;
   }
 }
 

@@ -34,10 +34,13 @@ async function trajectoryPage(at) {
         button("Next worse", "[", around.worse), button("Next better", "]", around.better), toggle,
         h("label", {}, "Next to ", compare)),
       facts(one), groupLine(one, at), ...rowLine(one, at), tokens,
-      at.with && other ? h("div", { class: "pair" }, conversation(one), conversation(other)) : conversation(one),
-      ...rewardParts(one)],
+      other ? h("div", { class: "pair" }, [one, other].map((sample) => conversation(sample, h("h2", {}, sampleLink(sample, at)))))
+        : conversation(one)],
   };
 }
+
+const sampleLink = (one, at) => h("a", { href: link("trajectory", { run: at.run, id: one.id }) },
+  `Sample ${one.sample}: reward ${fixed(one.reward, 3)}, ${one.end || "no end"}`);
 
 function facts(one) {
   const rows = [["Request", one.request_id], ["Step", num(one.step)], ["Source", one.source],
@@ -72,14 +75,15 @@ function rewardParts(one) {
     if (turn.reward !== null) rows.push([`turn ${turn.index} (${turn.role})`, turn.reward]);
   }));
   return [h("h2", {}, "Reward and its parts"), tableOf([["Part", ([name]) => name],
-    ["Value", ([, value]) => (typeof value === "number" ? num(value) : shorten(asText(value), 300)), true]], rows, "It was not scored.", { id: "rewards" })];
+    ["Value", ([, value]) => (typeof value === "number" ? num(value) : shorten(asText(value), 300)), true]], rows, "It was not scored.", { class: "rewards" })];
 }
 
-function conversation(one) {
+/** Show the time line, the messages and the parts of the reward; `heading` if it is next to another one. */
+function conversation(one, heading) {
   const parts = one.sequences.flatMap((sequence, i) => [
     one.sequences.length > 1 ? h("h2", {}, `Sequence ${i + 1} of ${one.sequences.length}${sequence.cause ? `: ${sequence.cause}` : ""}`) : h("h2", {}, "Conversation"),
     ...messagesOf(sequence, one.file), ...sequence.pictures.map((picture) => pictureOf(picture, one.file))]);
-  return h("section", { class: "conversation" }, h("h2", {}, "Time line"), timeline(one), parts);
+  return h("section", { class: "conversation" }, heading, h("h2", {}, "Time line"), timeline(one), parts, rewardParts(one));
 }
 
 const KINDS = {
@@ -157,8 +161,12 @@ const pictureAddress = (file, name) => (EXPORT ? `pictures/${runNumber()}/${name
   : `picture?${queryOf({ run: runNumber(), file, name })}`);
 
 function callBlock(call) {
+  const isMade = call.num_attempts > 0 || call.is_cached;
+  const about = [
+    ...(isMade ? [`${seconds(call.queue_seconds)} in the queue`, `${seconds(call.seconds)} at work`] : []),
+    call.num_attempts > 1 ? `${call.num_attempts} attempts` : null, call.is_cached ? "from the cache" : null,
+    `result ${num(call.num_tokens)} token${call.num_tokens === 1 ? "" : "s"}${call.num_cut_tokens ? ` (${num(call.num_cut_tokens)} cut)` : ""}`];
   return h("div", { class: "call" }, h("div", {}, h("b", {}, call.name), " ",
-    h("span", { class: outcomeClass(call.outcome) }, call.outcome), h("span", { class: "dim" },
-      `  ${seconds(call.queue_seconds)} in the queue, ${seconds(call.seconds)} at work${call.num_attempts === 1 ? "" : `, ${call.num_attempts} attempts`}${call.is_cached ? ", from the cache" : ""}, result ${num(call.num_tokens)} token${call.num_tokens === 1 ? "" : "s"}${call.num_cut_tokens ? ` (${num(call.num_cut_tokens)} cut)` : ""}`)),
-  textBlock(asText(call.arguments)), call.message ? h("div", { class: "bad" }, textBlock(call.message)) : null);
+    h("span", { class: outcomeClass(call.outcome) }, call.outcome), h("span", { class: "dim" }, `  ${about.filter(Boolean).join(", ")}`)),
+  isMade || Object.keys(call.arguments || {}).length ? textBlock(asText(call.arguments)) : null, call.message ? h("div", { class: "bad" }, textBlock(call.message)) : null);
 }
