@@ -3,8 +3,9 @@
 
 PYTHON ?= python
 SGLANG_PYTHON ?= .sglang/bin/python
+PACKAGES = import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: help lint format types test test-slow test-sglang test-chaos coverage docs site
+.PHONY: help lint format types test test-slow test-sglang test-trackers test-chaos coverage docs site
 
 help:  ## Print this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -31,6 +32,13 @@ test-slow:  ## Run the slow tests (half an hour on two busy cores).
 
 test-sglang:  ## Run the tests that start the real SGLang (half an hour on two busy cores).
 	AGENTRL_AGENTS_PYTHON=$(shell command -v $(PYTHON)) $(SGLANG_PYTHON) -m pytest -m sglang
+
+test-trackers:  ## Run the tests of all real trackers, in .trackers: this environment with other versions.
+	$(PYTHON) -m venv .trackers
+	.trackers/bin/python -c "import pathlib, sys; pathlib.Path(sys.argv[1], 'base.pth').write_text(sys.argv[2])" \
+		$$(.trackers/bin/python -c "$(PACKAGES)") $$($(PYTHON) -c "$(PACKAGES)")
+	.trackers/bin/python -m pip install --quiet -e ".[mlflow,swanlab,trackio]"
+	.trackers/bin/python -m pytest -n 0 -m slow tests/trainer/metrics/test_trackers.py
 
 test-chaos:  ## Kill processes of runs on Ray at five random instants of each kind.
 	AGENTRL_CHAOS_INSTANTS=5 $(PYTHON) -m pytest -n 0 -m slow tests/cluster/test_chaos.py

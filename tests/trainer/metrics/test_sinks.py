@@ -255,6 +255,21 @@ def test_each_step_goes_to_the_sinks_that_the_run_file_names(tmp_path):
     assert steps_of(tmp_path / "metrics.jsonl") == [1]
 
 
+@pytest.mark.parametrize("logger", [["console"], ["console", "jsonl"]])
+def test_resumed_run_repeats_no_warning_of_the_steps_before(tmp_path, logger):
+    lines = [{"step": step, "rollout/failed_frac": 0.5} for step in (1, 2)]
+    lines += [{"step": 3, "rollout/failed_frac": 0.0}]  # after the checkpoint
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    out = io.StringIO()
+    config = TrainerConfig(default_local_dir=tmp_path, logger=logger)
+    run_logger = RunLogger(config, console=Console(file=out))
+    run_logger.open(start=tmp_path, resumed_step=2)
+    run_logger.track(3, STEP | {"rollout/failed_frac": 0.5})
+    run_logger.close()
+    assert "warning" not in out.getvalue()
+
+
 def test_tensorboard_without_its_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"pip install .tensorboard"):
