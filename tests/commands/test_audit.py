@@ -647,7 +647,7 @@ def test_a_run_without_saved_rollouts_is_an_error(
         read_run(tmp_path)
     output = run_agentrl(capsys, "audit", tmp_path)
     assert output.code == 2
-    assert "no record of a start" in output.err
+    assert "is not the folder of a run" in output.err
 
 
 def test_a_run_without_metrics_or_with_a_damaged_start_is_an_error(run: Path) -> None:

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from agentrl.atomic_io import atomic_file
@@ -77,7 +76,7 @@ def tabulate_tokens(batch: "DataProto", step: int) -> pa.Table:
 
     # torch sums booleans slowly on CPUs, so everything below is NumPy's.
     names = (*TOKEN_COLUMNS, *_OF_ROWS, IS_COMPUTED)
-    tensors = {
+    tensors: dict[str, Any] = {
         name: (values.float() if values.is_floating_point() else values).detach().cpu().numpy()
         for name, values in tensors_of(batch).items()
         if name in names
@@ -128,7 +127,7 @@ def save_tokens(path: Path, tables: Sequence[pa.Table]) -> None:
     """
     with atomic_file(path) as draft:
         table = pa.concat_tables(tables)
-        num_tokens = len(pc.list_flatten(table["response_mask"]))
+        num_tokens = sum(len(chunk.flatten()) for chunk in table["response_mask"].chunks)
         # Of small row groups, dictionaries of distinct floats would make the file larger.
         pq.write_table(
             table, draft, compression="zstd", use_dictionary=False, write_statistics=False,
