@@ -139,13 +139,11 @@ def add_place(error: AgentRLError, *, file: str | Path, key: str) -> None:
 def _read_yaml(file: Path) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.load(file, **_MORE_NODES), resolve=True)
-    except FileNotFoundError:
-        raise ConfigError(describe_missing(file), file=file, expected="a YAML file") from None
     except OSError as error:
         looked_in = None if file.is_absolute() else Path.cwd()
-        raise ConfigError(
-            f"cannot read the file: {error.strerror}", file=file, looked_in=looked_in
-        ) from error
+        is_missing = isinstance(error, FileNotFoundError)
+        reason = describe_missing(file) if is_missing else f"cannot read the file: {error.strerror}"
+        raise ConfigError(reason, file=file, looked_in=looked_in, expected="a YAML file") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the file is not UTF-8 text: {error}", file=file) from error
     except yaml.MarkedYAMLError as error:

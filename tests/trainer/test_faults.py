@@ -357,3 +357,13 @@ def test_policy_that_knows_nothing_is_not_suspected():
     lm = tiny_model(initializer_range=0.02)
     policy = PolicyModel(lm, start_world("cpu", timeout_s=60), torch.float32, FsdpConfig())
     assert find_implausible(policy, list(range(5, 60)), budget=64) is None
+
+
+def test_doubt_about_the_tokenizer_is_not_repeated_at_a_resume(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("agentrl.trainer.components.find_doubt", lambda *_: "it is unlikely")
+    assert "note: it is unlikely" in train(trainer__total_training_steps=1).out
+    again = train(trainer__total_training_steps=2)
+    assert "resumed from" in again.out
+    assert "unlikely" not in again.out
