@@ -18,6 +18,7 @@ import pytest
 
 from agentrl.rollout.states import StopReason
 from agentrl.viewer.export import export_runs
+from agentrl.viewer.queries import Filters, list_trajectories
 from agentrl.viewer.runs import RunReader
 from agentrl.viewer.server import ViewServer
 from tests.fakes.runs import read_lines
@@ -567,6 +568,25 @@ def test_an_export_opens_from_disk(tmp_path: Path, make_tab: Any):
     tab.open(address, "step?file=rollouts/step_000002")
     assert tab.page.evaluate("window.ran") is None
     tab.check(out.as_uri())
+
+
+def test_an_export_has_the_order_of_the_server(tmp_path: Path, make_tab: Any):
+    folder = write_view_run(tmp_path / "run", num_steps=1, per_step=40)
+    path = folder / "rollouts" / "step_000001.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["combined_reward"] = round(line["combined_reward"])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run, tab = RunReader(folder), make_tab()
+    export_runs([run], tmp_path / "out", steps=[1])
+    tab.open((tmp_path / "out" / "index.html").as_uri(), "list")
+    for sort, tool in (("reward", ""), ("-reward", ""), ("-tool_seconds", "search")):
+        query = {"run": 0, "sort": sort, "tool": tool}
+        shown = tab.page.evaluate(f"listFromExport({json.dumps(query)})")
+        found = list_trajectories(run, Filters(sort=sort, tool=tool))
+        for key in ("id", "tool_seconds"):
+            assert [row[key] for row in shown["rows"]] == [row[key] for row in found["rows"]]
+        assert shown["hidden"] == found["hidden"]
 
 
 def test_a_step_with_two_rewards_and_a_group_without_spread(tmp_path: Path, make_tab: Any):
