@@ -32,7 +32,7 @@ from agentrl.trainer.state.run_folder import (
     RUN_SIGNS,
     SILENCE_S,
     Owner,
-    check_run,
+    check_run_folder,
     is_run,
 )
 
@@ -130,7 +130,7 @@ def examine_folder(folder: Path) -> Report:
         ConfigError: if the folder is not that of a run.
         DataError: if a file of it is damaged.
     """
-    check_run(folder)
+    check_run_folder(folder)
     file = folder / "logs" / STATUS_FILE
     cluster = read_run_status(file) if file.is_file() else None
     start = _newest_start(folder)

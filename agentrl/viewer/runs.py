@@ -20,7 +20,7 @@ from agentrl.trainer.state.run_folder import (
     LOCK_FILE,
     RESOLVED,
     Owner,
-    check_run,
+    check_run_folder,
     find_last_start,
     move_paths,
 )
@@ -85,7 +85,7 @@ class RunReader:
     def check(self) -> None:
         """Raise a `ConfigError` if the folder is not that of a run and has no rollouts."""
         if not (self.folder.is_dir() and self.find_files()):
-            check_run(self.folder)
+            check_run_folder(self.folder)
 
     @property
     def state(self) -> str:

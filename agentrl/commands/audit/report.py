@@ -35,7 +35,7 @@ from agentrl.commands.audit.saved_run import TRAIN, Check, SavedRun, Step, read_
 from agentrl.errors import DataError
 from agentrl.progress import NO_PROGRESS, Progress, ProgressDisplay
 from agentrl.trainer.setup.plugins import import_plugins
-from agentrl.trainer.state.run_folder import check_run
+from agentrl.trainer.state.run_folder import check_run_folder
 
 WHAT = {
     "digests": "files of rollouts and tokens, their chain, and pictures",
@@ -65,7 +65,7 @@ def audit(folder: Path, console: Console, *, num_resampled: int = 0, seed: int =
     Raises:
         DataError: If the folder has no saved rollouts of training, or no record of its start.
     """
-    check_run(folder)
+    check_run_folder(folder)
     run = read_run(folder)
     if not any(file.kind == TRAIN for file in run.find_files(run.rollouts)):
         raise DataError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.agent_loops.routing import check_agents
 from agentrl.config import Purpose, RunConfig, check_config
+from agentrl.config.schema.run import TrainerConfig
 from agentrl.config.schema.training import OptimConfig
 from agentrl.config.tables import method_facts
 from agentrl.data.files import read_rows
@@ -33,6 +34,7 @@ from agentrl.trainer.setup.plugins import (
     import_plugins,
     load_plugins,
 )
+from agentrl.trainer.state.run_folder import is_run
 from agentrl.trainer.tracing.tracer import check_tracing
 
 if TYPE_CHECKING:
@@ -255,9 +257,10 @@ def claim_folders(config: RunConfig) -> None:
     """Create the folders that a run writes to, before it has results to lose.
 
     Raises:
-        ConfigError: naming the key of one that cannot be written.
+        ConfigError: naming the key of one that cannot be written, or that is another run's.
     """
     trainer = config.trainer
+    check_owner(trainer)
     for key, folder in (
         ("trainer.default_local_dir", trainer.default_local_dir),
         ("trainer.rollout_data_dir", trainer.rollout_data_dir),
@@ -268,6 +271,27 @@ def claim_folders(config: RunConfig) -> None:
             claim_folder(folder, key=key)
     claim_store(config)
     claim_prepared(config)
+
+
+def check_owner(trainer: TrainerConfig) -> None:
+    """Check that rollouts are not written into the folder of another run.
+
+    The recorded run file of a run names that run's folders.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    own = trainer.default_local_dir.absolute()
+    for key in ("rollout_data_dir", "validation_data_dir"):
+        given: Path | None = getattr(trainer, key)
+        folder = own if given is None else given.absolute()
+        for parent in folder.parents:
+            if parent != own and parent not in own.parents and is_run(parent):
+                raise ConfigError(
+                    f"{given} is in the folder of another run",
+                    key=f"trainer.{key}",
+                    expected=f"a folder of this run: {trainer.default_local_dir / folder.name}",
+                )
 
 
 def check_folder_is_shared(config: RunConfig, world: "World") -> None:

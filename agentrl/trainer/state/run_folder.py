@@ -250,7 +250,7 @@ def is_run(folder: Path) -> bool:
     return any((folder / sign).exists() for sign in RUN_SIGNS)
 
 
-def check_run(folder: Path) -> None:
+def check_run_folder(folder: Path) -> None:
     """Check that a folder is that of a run.
 
     Raises:

@@ -4,7 +4,23 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config.schema.run import TrainerConfig
+from agentrl.errors import ConfigError
+from agentrl.trainer.setup.preflight import check_owner
 from tests.fakes.torchrun import ranks_of
+
+
+def test_rollouts_in_the_folder_of_another_run_are_refused(tmp_path: Path):
+    (tmp_path / "a/starts").mkdir(parents=True)
+
+    def folders(run: str, rollouts: str) -> TrainerConfig:
+        return TrainerConfig(default_local_dir=tmp_path / run, rollout_data_dir=tmp_path / rollouts)
+
+    with pytest.raises(ConfigError, match="in the folder of another run") as caught:
+        check_owner(folders("b", "a/rollouts"))
+    assert f"{tmp_path}/b/rollouts" in str(caught.value)
+    for run, rollouts in (("a", "a/rollouts"), ("b", "rollouts"), ("a/b", "a/rollouts")):
+        check_owner(folders(run, rollouts))
 
 
 @pytest.mark.slow
