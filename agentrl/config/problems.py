@@ -115,7 +115,8 @@ def nearest_key(key: str, known: Sequence[str] | None = None) -> str | None:
     leaves = {other.rpartition(".")[2]: other for other in reversed(existing)}
     listed = _INDEX.sub("", section)  # all items of a list have the same keys
     siblings = [k.rpartition(".")[2] for k in existing if k.rpartition(".")[0] == listed]
-    if found := _find_same_words(leaf, siblings) or find_nearest(leaf, siblings):
+    likely = find_nearest(leaf, siblings, cutoff=0.8) or _find_same_words(leaf, siblings)
+    if found := likely or find_nearest(leaf, siblings):
         return f"{section}.{found}".removeprefix(".")
     found = find_nearest(leaf, leaves, cutoff=0.75)
     return leaves[found] if found else None

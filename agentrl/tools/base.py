@@ -72,7 +72,7 @@ def _location(made_by: Any) -> str:
     """Name a class or function of a tool and its file; empty if they are unknown."""
     with suppress(TypeError, OSError):
         if (file := inspect.getsourcefile(made_by)) is not None:
-            return f" ({made_by.__qualname__} in {Path(file).name})"
+            return f" ({made_by.__name__} in {Path(file).name})"
     return ""
 
 

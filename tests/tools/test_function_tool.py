@@ -176,7 +176,7 @@ async def test_other_tuples_and_none_are_refused(value: Any):
     def tool() -> Any:
         return value
 
-    with pytest.raises(TypeError, match="tool 'tool' returned"):
+    with pytest.raises(TypeError, match=r"tool 'tool' \(tool in test_function_tool\.py\) returned"):
         await run(tool)
 
 
