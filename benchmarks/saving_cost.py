@@ -144,7 +144,7 @@ def measure_made_up(folder: Path, num_requests: int) -> None:
         tensors[name] = torch.empty(shape).exponential_()
     for name in ("advantages", "returns", "token_level_rewards"):
         tensors[name] = tensors["token_level_scores"].sum(-1, keepdim=True).expand(shape)
-    path = rollout_path(folder, 1)
+    path = rollout_path(folder, 1, compressed=True)
     begun = time.monotonic()
     save_rollouts(path, requests, step=1, reward=RewardConfig())
     between = time.monotonic()
