@@ -172,7 +172,7 @@ def test_what_the_caller_has_frozen_stays_frozen():
     assert frozen > 1000
     with freeze_objects():
         pass
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() > frozen - 100  # some objects may be freed meanwhile
 
 
 def test_the_port_at_which_ranks_meet_is_given_to_no_other_process(tiny_home: Path, tmp_path: Path):
