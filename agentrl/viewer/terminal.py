@@ -30,9 +30,8 @@ _METRICS = {
 """Columns of the table of steps, and the metrics of which each shows the first that there is."""
 _MAX_ANSWER = 24
 """Characters of the last answer."""
-_LEFT_OUT = ("last answer", "calls", "seconds", "turns", "advantage")
+_LEFT_OUT = ("last answer", "tools s", "calls", "seconds", "turns", "advantage")
 """Columns of trajectories that a narrow terminal does not show, in this order."""
-_NO_ROLLOUTS = "saved rollouts (trainer.rollout_data_dir)"
 _GAP = 2
 """Spaces between columns."""
 _MAX_CELL = 200
@@ -70,8 +69,7 @@ def print_lists(
             tables.append(_metrics_table(run))
         file, *others = run.find_steps(steps)
         if file is None:
-            missing = f"rollouts of step {steps[0]}" if run.find_files() else _NO_ROLLOUTS
-            tables.append(Text(f"{printable(run.name)}: no {missing}"))
+            tables.append(Text(printable(f"{run.name}: {_describe_missing(run, steps)}")))
             continue
         first = first or (run, file)
         if not is_list:
@@ -84,6 +82,14 @@ def print_lists(
         tables.append(_trajectories_table(run, replace(filters, file=file), limit, console.width))
     for table in tables:
         console.print(table)
+
+
+def _describe_missing(run: RunReader, steps: Sequence[int]) -> str:
+    if run.find_files():
+        return f"no rollouts of step {steps[0]}"
+    if (folder := run.rollout_folder) is not None:
+        return f"no saved rollouts: {folder} is missing or empty"
+    return "no saved rollouts: trainer.rollout_data_dir is not set"
 
 
 def print_trajectory(runs: Sequence[RunReader], request_id: str, console: Console) -> None:
@@ -237,11 +243,15 @@ def _groups_table(step: Mapping[str, Any]) -> Table:
 
 def _trajectories_table(run: RunReader, filters: Filters, limit: int, width: int) -> Table:
     found = list_trajectories(run, filters, limit=limit)
-    numbers = ("reward", "advantage", "turns", "tokens", "calls", "seconds")
+    shown = ("reward", "advantage", "turns", "tokens", "calls", "seconds", "tool_seconds")
+    numbers = [name.replace("tool_seconds", "tools s") for name in shown]
     columns = {
         "request": _cells(*(row["request_id"] for row in found["rows"])),
         "end": _cells(*(row["end"] for row in found["rows"])),
-        **{name: _cells(*(row[name] for row in found["rows"])) for name in numbers},
+        **{
+            name: _cells(*(row[key] for row in found["rows"]))
+            for name, key in zip(numbers, shown, strict=True)
+        },
         "last answer": _cells(*(_end_of(row["excerpt"]) for row in found["rows"])),
     }
     widths = {
