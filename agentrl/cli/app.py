@@ -262,12 +262,16 @@ def view(
     ] = "",
     end: Annotated[str, _option("Only this end, in --terminal.")] = "",
     tool: Annotated[str, _option("Only with a call of this tool, in --terminal.")] = "",
-    outcome: Annotated[str, _option("Only with such a call (of --tool), in --terminal.")] = "",
+    outcome: Annotated[
+        str, _option("Only with a call of this outcome (of --tool, if given), in --terminal.")
+    ] = "",
     source: Annotated[str, _option("Only of this data source, in --terminal.")] = "",
     min_reward: Annotated[float | None, _option("Least reward, in --terminal.")] = None,
     max_reward: Annotated[float | None, _option("Only smaller rewards, in --terminal.")] = None,
     text: Annotated[str, _option("Only with this text, in --terminal.")] = "",
-    request: Annotated[str, _option("Print this trajectory, in --terminal.")] = "",
+    request: Annotated[
+        str, _option("Print the trajectory of this request id, in --terminal.")
+    ] = "",
 ) -> None:
     """Show runs."""
     from agentrl.commands.view import ViewOptions, view_runs

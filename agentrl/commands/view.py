@@ -64,6 +64,10 @@ def view_runs(folders: Sequence[Path], options: ViewOptions, say: Callable[[str]
 
 
 def _print(runs: Sequence[RunReader], options: ViewOptions) -> None:
+    console = Console(highlight=False)
+    if options.request:
+        print_trajectory(runs, options.request, console)
+        return
     for step in options.steps:
         if not any(run.find_steps([step])[0] for run in runs):
             labels = [label for run in runs for label in run.find_files()]
@@ -75,13 +79,12 @@ def _print(runs: Sequence[RunReader], options: ViewOptions) -> None:
     for name in ("end", "tool", "outcome", "source"):
         wanted = getattr(options.filters, name)
         known = {one for of_file in choices for one in of_file[f"{name}s"]} - {""}
-        if wanted and choices and wanted not in known:
+        is_known = wanted in known or any(  # the choices are only the most frequent ones
+            Filters(**{name: wanted}).select(run.index(file)) for run, file in files if file
+        )
+        if wanted and choices and not is_known:
             expected = f"one of {', '.join(sorted(known))}" if known else f"no --{name}"
             raise ConfigError(f"no trajectory has the {name} {wanted!r}", expected=expected)
-    console = Console(highlight=False)
-    if options.request:
-        print_trajectory(runs, options.request, console)
-        return
     limit = options.limit or 20
     print_lists(runs, options.filters, console, limit=limit, steps=options.steps)
 
@@ -96,6 +99,10 @@ def _check(options: ViewOptions) -> None:
         if not options.is_terminal:
             name = name.replace("_", "-")
             raise ConfigError(f"--{name} needs --terminal", expected=f"--terminal, or no --{name}")
+    if options.request and (given or options.steps or options.limit):
+        raise ConfigError(
+            "--request prints one trajectory", expected="no filters, --sort, --step or --limit"
+        )
     for name, is_given in (("step", options.steps), ("limit", options.limit is not None)):
         if is_given and not (options.is_terminal or is_exported):
             raise ConfigError(

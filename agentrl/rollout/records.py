@@ -95,7 +95,7 @@ class CallRecord(Record):
     """Duration of all executions together."""
     queue_seconds: float = 0.0
     """Time of waiting: for a free slot (parallel calls, concurrency, rate limit), for an identical
-    call, between attempts, and for the event loop."""
+    call, between attempts, and for the event loop before the work starts and after it ends."""
     seconds_started: float | None = None
     """Unix time at which the call began, with its time of waiting. None: not executed."""
     num_attempts: int = 1

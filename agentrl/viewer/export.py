@@ -133,8 +133,8 @@ class _Export:
     def _write_trajectory(self, number: int, index: FileIndex, entry: Entry) -> None:
         answers = [self._ask("trajectory", run=number, id=entry.id)]
         self._copy_pictures(number, index, entry)
-        for place, sequence in enumerate(read_sequences(index, entry)):
-            which = {"run": number, "id": entry.id, "sequence": place}
+        for position, sequence in enumerate(read_sequences(index, entry)):
+            which = {"run": number, "id": entry.id, "sequence": position}
             answers += self._tokens(number, sequence, RESPONSE, which)
             answers += self._tokens(number, sequence, PROMPT, {**which, "part": PROMPT})
         name = f"trajectories/{len(self._files):05d}.js"

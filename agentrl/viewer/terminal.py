@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.config.schema.reward import RewardConfig
-from agentrl.errors import ConfigError, printable
+from agentrl.errors import ConfigError, DataError, printable
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.rollouts.transcript import Decode, print_transcript, read_transcript
+from agentrl.viewer.index import Entry, FileIndex
 from agentrl.viewer.queries import Filters, list_runs, list_trajectories
 from agentrl.viewer.runs import RunReader
 from agentrl.viewer.steps import describe_step, tool_name
@@ -97,13 +98,17 @@ def print_trajectory(runs: Sequence[RunReader], request_id: str, console: Consol
 
     Raises:
         ConfigError: If no saved rollout has the request.
+        DataError: If its line is damaged.
     """
     for run in runs:
         for label in run.find_files():
-            index = run.index(label)
+            try:
+                index = run.index(label)
+            except DataError:
+                continue  # a damaged file; the others are searched
             for entry in index.entries:
                 if entry.request_id == request_id:
-                    request = AsyncRolloutRequest.model_validate(index.read(entry)["request"])
+                    request = _read_request(index, entry)
                     reward = RewardConfig.model_validate(run.config.get("reward") or {})
                     console.print(Text(f"{run.folder}: {label}"))
                     print_transcript(console, read_transcript(request, _decoder(run), reward))
@@ -113,6 +118,13 @@ def print_trajectory(runs: Sequence[RunReader], request_id: str, console: Consol
         key="--request",
         expected="a value of the column request",
     )
+
+
+def _read_request(index: FileIndex, entry: Entry) -> AsyncRolloutRequest:
+    try:
+        return AsyncRolloutRequest.model_validate(index.read(entry)["request"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(f"a line that cannot be read: {error}", file=index.path) from error
 
 
 def _decoder(run: RunReader) -> Decode:

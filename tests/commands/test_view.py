@@ -75,8 +75,12 @@ def test_the_terminal_prints_a_trajectory(folder: Path):
     shown = view(folder, "--terminal", "--request", row["request_id"])
     assert f"=== request {row['request_id']}" in shown
     assert "--- end" in shown
+    (folder / "rollouts/step_000009.jsonl.zst").write_bytes(b"damaged")
+    assert "--- end" in view(folder, "--terminal", "--request", row["request_id"])
     with pytest.raises(ConfigError, match="no saved rollout of request 'none'"):
         view(folder, "--terminal", "--request", "none")
+    with pytest.raises(ConfigError, match="--request prints one trajectory"):
+        view(folder, "--terminal", "--request", row["request_id"], "--sort", "reward")
 
 
 def test_the_terminal_compares_two_steps(folder: Path):

@@ -90,7 +90,7 @@ class ToolOutcome:
     """Seconds of all attempts, without the time in queues."""
     queue_seconds: float = 0.0
     """The rest of the call's time: in queues, waiting for an equal call, between attempts, and
-    waiting for the event loop."""
+    waiting for the event loop before the work starts and after it ends."""
     arrived: float | None = None
     """When the call began to queue, by the monotonic clock."""
     num_attempts: int = 1
@@ -250,7 +250,7 @@ class ToolInstance:
 
     async def _attempt(self, context: CallContext) -> ToolResult:
         """Execute a call, once."""
-        times = list[float]()  # without waits for the event loop, which other requests may occupy
+        times = list[float]()  # other requests may occupy the event loop before and after the work
         context.num_attempts += 1
         try:
             arguments = copy.deepcopy(context.call.function.arguments)

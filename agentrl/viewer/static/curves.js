@@ -28,16 +28,20 @@ async function runsPage() {
         draw();
       } }), h("span", {}, breakable(name))))));
   };
-  let axes = [], curves = new Map(), lines = "";
+  let axes = [], curves = new Map(), lines = "", asked = 0;
   const draw = async () => {
+    const mine = asked += 1;  // what a later call draws is newer
     const now = known.runs.map((one) => one.num_lines).join() + known.runs.map((one) => one.files.filter((f) => f.is_indexed).length).join();
     if (now !== lines) { curves = new Map(); axes = []; lines = now; }
-    const missing = [...view.chosen].filter((name) => !curves.has(name));
-    if (!axes.length) axes = await Promise.all(known.runs.map((one) => get("axes", { run: one.run })));
+    const own = curves, missing = [...view.chosen].filter((name) => !own.has(name));
+    const found = axes.length ? axes : await Promise.all(known.runs.map((one) => get("axes", { run: one.run })));
+    if (mine !== asked) return;
+    axes = found;
     await Promise.all(missing.map(async (name) => {
-      curves.set(name, await Promise.all(known.runs.map((one) => (one.names.includes(name)
+      own.set(name, await Promise.all(known.runs.map((one) => (one.names.includes(name)
         ? get("curve", { run: one.run, name }) : { at: [], y: [] }))));
     }));
+    if (mine !== asked) return;
     const drawn = [...view.chosen].filter((name) => curves.has(name)).map((name) => [name, curves.get(name).map((curve, i) => curve.at
       .map((at, j) => [axes[i][view.x][at], curve.y[j], axes[i].step[at]]).filter(([x, y]) => typeof x === "number" && typeof y === "number"))]);
     const range = rangeOf(drawn.flatMap(([, series]) => series.flat()).map(([x]) => x));

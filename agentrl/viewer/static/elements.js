@@ -163,15 +163,15 @@ function showError(text) {
 
 let known = { runs: [], differences: [] };
 
-function place() {
+function address() {
   const [path, query] = location.hash.slice(2).split("?");
   return { page: path || "runs", ...Object.fromEntries(new URLSearchParams(query || "")) };
 }
 const link = (name, parameters) => `#/${name}?${queryOf(parameters)}`;
 const go = (name, parameters) => { location.hash = link(name, parameters); };
 const change = (parameters) => {
-  const { page: name, ...now } = place();
+  const { page: name, ...now } = address();
   history.replaceState(null, "", link(name, { ...now, ...parameters }));
 };
-const runNumber = () => Number(place().run || 0);
+const runNumber = () => Number(address().run || 0);
 const run = () => known.runs[runNumber()] || known.runs[0];

@@ -7,7 +7,7 @@ let shown = 0;
 let page = { keys: {} };
 
 async function show() {
-  const at = place();
+  const at = address();
   const pages = { runs: runsPage, step: stepPage, list: listPage, trajectory: trajectoryPage };
   const mine = shown += 1;
   for (const item of $("pages").children) {
@@ -41,9 +41,9 @@ function showHeader() {
     select.dataset.names = names;
   }
   select.value = runNumber();
-  $("run-label").hidden = place().page === "runs";
+  $("run-label").hidden = address().page === "runs";
   const one = run();
-  $("state").textContent = one && place().page !== "runs"
+  $("state").textContent = one && address().page !== "runs"
     ? `${one.state}${one.step === null ? "" : `, step ${num(one.step)}`}` : "";
 }
 
@@ -101,7 +101,7 @@ async function start() {
   $("theme").addEventListener("click", flipTheme);
   $("keys").addEventListener("click", showHelp);
   $("run").addEventListener("change", (event) => {
-    const name = place().page === "trajectory" ? "list" : place().page;
+    const name = address().page === "trajectory" ? "list" : address().page;
     go(name, { run: event.target.value });
   });
   try { known = await get("runs"); } catch { return; }

@@ -17,12 +17,12 @@ async function fillTokens(section, parameters, one, sequence = one.sequences.len
   const detail = h("div", { class: "detail", id: "token-detail" }, h("span", { class: "dim" }, "Point at a token, or choose one with a click and move with ← and →."));
   const response = tokenPages({ ...parameters, sequence }, detail, "Index");
   const prompt = tokenPages({ ...parameters, sequence, part: "prompt" }, detail, "Index in the prompt");
-  const tokens = await response.load(0), known = measuresOf(tokens.columns);
-  if (!known.includes(tokenView.color)) tokenView.color = "mask";
+  const tokens = await response.load(0), measures = measuresOf(tokens.columns);
+  if (!measures.includes(tokenView.color)) tokenView.color = "mask";
   const paint = () => { response.paint(); prompt.paint(); };
   paint();
   const color = h("select", { id: "color", onchange: (e) => { tokenView.color = e.target.value; paint(); } },
-    known.filter((name) => name !== "id").map((name) => h("option", { value: name, selected: name === tokenView.color }, MEASURES[name][0])));
+    measures.filter((name) => name !== "id").map((name) => h("option", { value: name, selected: name === tokenView.color }, MEASURES[name][0])));
   const notes = [tokens.columns.text ? null : "The tokenizer of the run's model is not on this machine: tokens are shown as ids.",
     tokens.note ? `Values of training are missing: ${tokens.note}.` : null];
   const number = one.sequences[sequence].num_prompt_tokens;
@@ -87,11 +87,11 @@ function tokenPages(query, detail, indexName) {
 /** Make an element for each token; the tokens of an image or video are one. */
 function spansOf({ columns, start, media }) {
   return columns.id.map((id, i) => {
-    const run = media.find((span) => span.start <= start + i && start + i < span.end);
+    const span = media.find((one) => one.start <= start + i && start + i < one.end);
     const text = columns.text ? shorten(columns.text[i], MAX_TOKEN) : `${id} `;
-    const isFirst = run && (i === 0 || run.start === start + i);
-    return h("span", { class: `token${columns.mask[i] ? "" : " observed"}`, "data-at": i, hidden: run && !isFirst },
-      isFirst ? `[${run.kind}: ${num(run.end - run.start)} tokens]` : text);
+    const isFirst = span && (i === 0 || span.start === start + i);
+    return h("span", { class: `token${columns.mask[i] ? "" : " observed"}`, "data-at": i, hidden: span && !isFirst },
+      isFirst ? `[${span.kind}: ${num(span.end - span.start)} tokens]` : text);
   });
 }
 
