@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from agentrl.errors import PluginError
+from agentrl.plugins import load_module
 from tests.fakes.runs import (
     CALL,
     SHARED,
@@ -189,6 +191,16 @@ def test_missing_files_are_blamed_on_their_key_and_origin(
 def test_module_that_is_not_installed(train: Train, tmp_path: Path):
     output = train(**tools_yaml(tmp_path, {"class_name": "nomodule.Stock"}))
     assert_refused(output, "No module named 'nomodule'", "expected: a module that is installed, or")
+
+
+def test_module_that_imports_one_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "nomodule_rewards.py").write_text("import nomodule")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PluginError, match="No module named 'nomodule'") as caught:
+        load_module("nomodule_rewards")
+    assert "expected" not in caught.value.details
 
 
 def test_interaction_that_is_none(train: Train, tmp_path: Path):

@@ -3,7 +3,7 @@
 No heavy package is imported before a command runs, so that `--help` answers at once. An error that
 the user can fix is printed to standard error, and the process ends with exit code 2. SIGINT
 (Ctrl-C) and SIGTERM release tools and engines, save the last completed step, and end with exit code
-130. A second Ctrl-C ends the process immediately.
+130; Ctrl-C ends `agentrl view` with 0. A second Ctrl-C ends the process immediately.
 """
 
 import logging

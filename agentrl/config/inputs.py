@@ -56,7 +56,7 @@ def input_paths(config: RunConfig) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for key in INPUT_KEYS:
         for name, value in _values(config, key):
-            if _is_file(value):
+            if _is_input(key, value):
                 found[name] = Path(str(value))
     return found
 
@@ -82,7 +82,7 @@ def with_absolute_inputs(config: RunConfig) -> RunConfig:
         name: Path(value).absolute()
         for key in names
         for name, value in _values(moved, key)
-        if _is_file(value) and (key not in _MODULE_KEYS or str(value).endswith(".py"))
+        if _is_input(key, value)
     }
     return with_inputs(moved, paths, names)
 
@@ -101,8 +101,10 @@ def _absolute(value: Any) -> Any:
     return value
 
 
-def _is_file(value: object) -> bool:
+def _is_input(key: str, value: object) -> bool:
     text = str(value)
+    if key in _MODULE_KEYS and not text.endswith(".py"):
+        return False
     return "\n" not in text and len(text) < 4096 and Path(text).exists()
 
 

@@ -123,7 +123,10 @@ def nearest_key(key: str, known: Sequence[str] | None = None) -> str | None:
 
 
 def _find_same_words(name: str, known: Sequence[str]) -> str | None:
-    """Find the shortest known name that has every word of a name of several words, misspelt."""
+    """Return the shortest known name that contains a word similar to each word of `name`.
+
+    None for a name of one word.
+    """
     words = name.split("_")
     fitting = (
         one for one in known if all(find_nearest(w, one.split("_"), cutoff=0.8) for w in words)

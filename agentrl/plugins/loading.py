@@ -132,7 +132,8 @@ def _import(module_path: str, path: str, file: str | Path | None) -> ModuleType:
         return importlib.import_module(module_path) if source is None else _load_file(source)
     except Exception as error:
         kind, expected = type(error).__name__, None
-        if isinstance(error, ModuleNotFoundError) and module_path.startswith(str(error.name)):
+        is_missing = isinstance(error, ModuleNotFoundError)
+        if is_missing and f"{module_path}.".startswith(f"{error.name}."):
             expected = f"a module that is installed, or that {Path.cwd()} has: it is searched too"
         raise PluginError(
             f"{path!r}: importing {module_path} raised {kind}: {error}{switch_hint(error)}",

@@ -3,11 +3,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agentrl.config import parse_config
 from agentrl.config.inputs import INPUT_KEYS, OTHER_KEYS, input_paths, with_inputs
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.schema.section import Section
 
+MODULE_INPUTS = {
+    "plugins[0]",
+    "data.custom_cls.path",
+    "reward.custom_reward_function.path",
+    "rollout.multi_turn.function_tool_path",
+}
 PATH_CHECKS = ("_expand_home", "_refuse_colon", "_check_location")
 """Validators of the types of paths."""
 
@@ -64,6 +72,25 @@ def test_inputs_are_the_values_that_are_files_or_folders_here(tmp_path: Path):
         "reward.custom_reward_function.path": tmp_path / "score.py",
         "rollout.multi_turn.tool_config_path": tmp_path / "tools.yaml",
     }
+
+
+def test_folder_with_the_name_of_a_module_is_no_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine.py").touch()
+    for name, expected in (("mine", set[str]()), ("mine.py", MODULE_INPUTS)):
+        config = parse_config(
+            {
+                "plugins": [name],
+                "data": {"train_files": ["a.jsonl"], "custom_cls": {"path": name, "name": "Rows"}},
+                "model": {"path": "org/name"},
+                "reward": {"custom_reward_function": {"path": name}},
+                "rollout": {"multi_turn": {"function_tool_path": name}},
+            }
+        )
+        assert set(input_paths(config)) == expected
 
 
 def test_inputs_are_replaced_and_everything_else_stays(tmp_path: Path):

@@ -368,7 +368,8 @@ class AlertsConfig(Section):
     """Warnings about the metrics of a step. Each is given once, until its reason is over."""
 
     window: int = Field(default=5, ge=1)
-    """Steps over which reward, entropy and shares are averaged."""
+    """Steps over which reward and entropy are averaged. A share is compared in each step; only its
+    lowest mean is averaged."""
     reward_fall: float | None = Field(default=0.5, gt=0)
     """Warn if the mean reward is below its best by more than this share of it (of its rise, if that
     is larger), and by more than its noise; null: never."""
@@ -376,11 +377,12 @@ class AlertsConfig(Section):
     """Warn if the policy's entropy has lost more than this share of its first value; null:
     never."""
     failed_frac: float | None = Field(default=0.2, ge=0, le=1)
-    """Warn if the share of requests that failed is above this, or 0.2 above its lowest mean; null:
-    never."""
+    """Warn if the share of requests that failed is above this. If its lowest mean over a window is
+    itself above this, or more than 0.2 below it, the limit is 0.2 above that mean; null: never."""
     truncated_frac: float | None = Field(default=0.5, ge=0, le=1)
-    """Warn if the share of responses that were cut at a length is above this, or 0.2 above its
-    lowest mean; null: never."""
+    """Warn if the share of responses that were cut at a length is above this. If its lowest mean
+    over a window is itself above this, or more than 0.2 below it, the limit is 0.2 above that mean;
+    null: never."""
     drift: float | None = Field(default=0.05, gt=0)
     """Warn if the KL between engine and trainer (`rollout_corr/k3_kl`, nats per token) is greater;
     null: never."""

@@ -125,7 +125,11 @@ class Alerts:
             yield "entropy", ENTROPY, f"{message}; in the first steps it was {first:.2g}"
 
     def _find_high_shares(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
-        """Find the shares that are high, or that were always high and have jumped."""
+        """Find the shares that are high, or that have jumped.
+
+        The share of the step is compared with the limit. If its lowest mean over a window is itself
+        above the limit, or more than `JUMP` below it, the limit is `JUMP` above that mean.
+        """
         config = self._config
         for metric, limit, text in (
             (FAILED, config.failed_frac, "of the requests failed"),
@@ -191,6 +195,8 @@ class _History:
         self.best = math.nan
         """The highest mean, also of the first steps, which are fewer than a window."""
         self._best_steps = 1
+        self._low = math.nan
+        """The lowest mean of a whole window before the best one."""
         self._num_changes, self._changes, self._largest_change = 0, 0.0, 0.0
 
     @property
@@ -209,7 +215,7 @@ class _History:
         self._values.append(value)
         mean = statistics.fmean(self._values)
         if not mean <= self.best:
-            self.best, self._best_steps = mean, len(self._values)
+            self.best, self._best_steps, self._low = mean, len(self._values), self.lowest
         if len(self._values) == self._values.maxlen:
             self.first = mean if math.isnan(self.first) else self.first
             self.lowest = mean if math.isnan(self.lowest) else min(mean, self.lowest)
@@ -223,7 +229,7 @@ class _History:
         """
         if self._num_changes < MIN_CHANGES:
             return False
-        rise = 0.0 if math.isnan(self.lowest) else self.best - self.lowest
+        rise = 0.0 if math.isnan(self._low) else self.best - self._low
         noise = (self._changes - self._largest_change) / (self._num_changes - 1)
         error = noise * math.sqrt(1 / self._best_steps + 1 / len(self._values))
         return self.best - mean > max(share * max(abs(self.best), rise), NUM_ERRORS * error)

@@ -73,6 +73,7 @@ class RunLogger:
 
         Raises:
             MissingExtraError: for `tensorboard` without its package; `check_run` checks trackers.
+            DataError: for `jsonl`, if the metrics of the run that resumes are damaged.
             OSError: if the run's folder cannot be written.
         """
         if not self._is_main:
@@ -104,7 +105,10 @@ class RunLogger:
                     )
                     self._sinks.append(TrackerSink(tracked, self.info))
         if resumed_step is not None and metrics.is_file():
-            self._alerts.replay(metrics, resumed_step)
+            try:
+                self._alerts.replay(metrics, resumed_step)
+            except DataError as error:
+                self.notes([f"warnings that were given before may be repeated: {error}"])
 
     def info(self, *lines: str) -> None:
         """Print lines."""

@@ -1,7 +1,7 @@
 """Digests of the files of saved rollouts, and of the policy's weights, in a chain.
 
     rollouts/digests.jsonl
-    {"file": "step_000010.jsonl", "step": 10, "digest": "5d...", "chain": "a1..."}
+    {"file": "step_000010.jsonl.zst", "step": 10, "digest": "5d...", "chain": "a1..."}
     {"file": "weights_000010", "step": 10, "digest": "90...", "chain": "7c..."}
 
 `weights_000010` is no file: its digest is that of the policy's trained weights after step 10

@@ -1,12 +1,14 @@
 """Rollouts on disk: one JSON line for each trajectory, complete, versioned, read back exactly.
 
-    rollouts/step_000010.jsonl    training rollouts of step 10, and what training computed for
-                                  their tokens in `step_000010.tokens.parquet` (`token_files.py`)
-    rollouts/val_000010.jsonl     validation rollouts after step 10 (`val_<set>_...` by set)
-    skipped/step_000010.jsonl     rows for which an optimizer step of step 10 was skipped
+    rollouts/step_000010.jsonl.zst         training rollouts of step 10, and what training computed
+                                           for their tokens in `step_000010.tokens.parquet`
+                                           (`token_files.py`)
+    rollouts/val_<set>_000010.jsonl.zst    validation rollouts of a set after step 10
+    skipped/step_000010.jsonl.zst          rows for which an optimizer step of step 10 was skipped,
+                                           or the rollouts of step 10 of which too many failed,
+                                           which ended the run (of a set: `val_<set>_000010`)
 
-With `trainer.compress_rollouts`, which is the default, names end with `.jsonl.zst`
-(`line_files.py`).
+Without `trainer.compress_rollouts`, names end with `.jsonl` (`line_files.py`).
 
 A line holds the whole request and a summary that is derived from it:
 
@@ -53,7 +55,8 @@ from agentrl.workers.update import SkippedStep
 LINE_VERSION = 1
 """Version of a line; the request in it has its own (`RECORD_VERSION`)."""
 SKIPPED = "skipped"
-"""Subfolder of the run's folder with the rows for which an optimizer step was skipped."""
+"""Subfolder of the run's folder with the rows for which an optimizer step was skipped, and with the
+rollouts of which too many failed, which ended the run."""
 _SEPARATORS = (",", ":")
 _MAX_SHOWN_CHARS = 20_000
 """Characters of a text in a tracker's table."""

@@ -1,6 +1,6 @@
 """What training computed for each token of a step's batch, as Parquet.
 
-    rollouts/step_000010.tokens.parquet    next to rollouts/step_000010.jsonl
+    rollouts/step_000010.tokens.parquet    next to rollouts/step_000010.jsonl.zst
 
 A row is a sequence of the batch; `request_id` is that of the sequence in the JSON lines. Sequences
 that are not in the batch (groups that were filtered) have no row. Columns of a sequence:

@@ -1,5 +1,6 @@
 """Check a run before anything is prepared or loaded, and before torch is imported."""
 
+import os
 import shutil
 import socket
 import sys
@@ -165,14 +166,14 @@ def check_inputs(config: RunConfig) -> None:
     train_files = () if config.trainer.val_only else config.data.train_files
     files = {f"data.train_files[{index}]": path for index, path in enumerate(train_files)}
     files |= {f"data.val_files.{name}": path for name, path in config.data.val_files.items()}
+    prepares = any(maker is not None for _, maker in config.prepare)
     for key, path in files.items():
         is_named = config.data.custom_cls is None and path != Path(GIVEN)
         if is_named and not path.exists() and not is_made_later(config, path):
             raise DataError(
                 describe_missing(path), key=key, expected="an existing data file", **looked_in(path)
             )
-        is_slow = any(maker is not None for _, maker in config.prepare)
-        if is_named and is_slow and not is_made_later(config, path):
+        if is_named and prepares and not is_made_later(config, path):
             check_first_row(config, path, key)
     check_plugin_files(config)
     check_model_folders(config)
@@ -274,21 +275,21 @@ def claim_folders(config: RunConfig) -> None:
 
 
 def check_owner(trainer: TrainerConfig) -> None:
-    """Check that rollouts are not written into the folder of another run.
+    """Check that rollouts are not written to the folder of another run, or to a folder in it.
 
     The recorded run file of a run names that run's folders.
 
     Raises:
         ConfigError: naming the key.
     """
-    own = trainer.default_local_dir.absolute()
+    own = Path(os.path.abspath(trainer.default_local_dir))
     for key in ("rollout_data_dir", "validation_data_dir"):
         given: Path | None = getattr(trainer, key)
-        folder = own if given is None else given.absolute()
-        for parent in folder.parents:
+        folder = own if given is None else Path(os.path.abspath(given))
+        for parent in (folder, *folder.parents):
             if parent != own and parent not in own.parents and is_run(parent):
                 raise ConfigError(
-                    f"{given} is in the folder of another run",
+                    f"{given} {'is' if parent == folder else 'is in'} the folder of another run",
                     key=f"trainer.{key}",
                     expected=f"a folder of this run: {trainer.default_local_dir / folder.name}",
                 )

@@ -226,17 +226,18 @@ def removing_failed_start(config: RunConfig, *, is_main: bool) -> Generator[None
         is_main: Whether this is the main rank; only that one removes.
     """
     trainer = config.trainer
-    run, inner = trainer.default_local_dir, (trainer.rollout_data_dir, trainer.validation_data_dir)
-    is_new = not run.exists()
+    run = trainer.default_local_dir
+    folders = (trainer.rollout_data_dir, trainer.validation_data_dir, run)
+    new = [folder for folder in folders if folder is not None and not folder.exists()]
     try:
         yield
     except BaseException:
-        if is_new and is_main:
+        if run in new and is_main:
             with suppress(OSError):  # a folder with other files is kept
                 for name in (LOCK_FILE, START_FILE):
                     (run / name).unlink(missing_ok=True)
-                for folder in (*inner, run):
-                    if folder is not None and folder.is_dir() and not any(folder.iterdir()):
+                for folder in new:
+                    if folder.is_dir() and not any(folder.iterdir()):
                         folder.rmdir()
         raise
 

@@ -71,6 +71,19 @@ def test_collapse_is_reported_in_its_third_step_and_once(values: list[float], st
     assert line.startswith(f"warning: step {step}: the mean reward")
 
 
+@pytest.mark.parametrize("share", [0.9, 1.0, 1.5])
+def test_collapse_to_a_new_low_is_reported_with_any_threshold(share: float):
+    [line] = warnings_of(series(REWARD, *[0.5] * 10, *[-0.6] * 10), window=5, reward_fall=share)
+    assert line.endswith("its best was 0.5")
+
+
+def test_share_of_a_fall_is_that_of_the_rise_before_the_best():
+    values = [*[-1.0] * 5, *[0.2] * 5, *[-0.2] * 5]
+    assert warnings_of(series(REWARD, *values), window=5) == []
+    [line] = warnings_of(series(REWARD, *values, *[-0.8] * 5), window=5)
+    assert "its best was 0.2" in line
+
+
 def test_best_reward_may_be_that_of_the_first_step():
     [line] = warnings_of(series(REWARD, 0.57, 0.0, 0.0, 0.0), window=5)
     assert line.endswith("the mean reward of the last 4 steps is 0.142; its best was 0.57")

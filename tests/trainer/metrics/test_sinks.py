@@ -270,6 +270,17 @@ def test_resumed_run_repeats_no_warning_of_the_steps_before(tmp_path, logger):
     assert "warning" not in out.getvalue()
 
 
+def test_damaged_metrics_of_before_are_noted_if_the_run_does_not_write_them(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{\n")
+    out = io.StringIO()
+    config = TrainerConfig(default_local_dir=tmp_path, logger=["console"])
+    run_logger = RunLogger(config, console=Console(file=out, width=300))
+    run_logger.open(start=tmp_path, resumed_step=1)
+    run_logger.close()
+    assert "note: warnings that were given before may be repeated" in out.getvalue()
+    assert "a damaged line of metrics" in out.getvalue()
+
+
 def test_tensorboard_without_its_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"pip install .tensorboard"):

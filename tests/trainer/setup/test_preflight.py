@@ -19,7 +19,10 @@ def test_rollouts_in_the_folder_of_another_run_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="in the folder of another run") as caught:
         check_owner(folders("b", "a/rollouts"))
     assert f"{tmp_path}/b/rollouts" in str(caught.value)
-    for run, rollouts in (("a", "a/rollouts"), ("b", "rollouts"), ("a/b", "a/rollouts")):
+    with pytest.raises(ConfigError, match="a is the folder of another run"):
+        check_owner(folders("b", "a"))
+    own = [("a", "a/rollouts"), ("b", "rollouts"), ("a/b", "a/rollouts"), ("a", "a")]
+    for run, rollouts in (*own, ("b", "a/../b/rollouts"), ("a/../b", "b/rollouts")):
         check_owner(folders(run, rollouts))
 
 

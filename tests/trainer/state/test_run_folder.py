@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ import yaml
 
 from agentrl import Trainer, load_config
 from agentrl.config import RunConfig, parse_config
-from agentrl.trainer.state.run_folder import changed_keys, move_paths, write_start
+from agentrl.trainer.state.run_folder import (
+    changed_keys,
+    move_paths,
+    removing_failed_start,
+    write_start,
+)
 from tests.fakes.runs import tiny_run
 
 
@@ -28,6 +34,20 @@ def test_written_configuration_can_be_run_again(config: Any, tmp_path: Path):
     given = yaml.safe_load((tmp_path / "starts/0001/config.yaml").read_text())
     assert "temperature" not in given["rollout"]
     assert write_start(tmp_path, ours, num_ranks=1) == "starts/0002"
+
+
+def test_failed_start_removes_only_the_folders_that_it_made(config: Any, tmp_path: Path):
+    folders = {
+        f"trainer__{name}_data_dir": str(tmp_path / name) for name in ("rollout", "validation")
+    }
+    (tmp_path / "rollout").mkdir()
+    new = [tmp_path / "run", tmp_path / "validation"]
+    with suppress(OSError), removing_failed_start(config(**folders), is_main=True):
+        for folder in new:
+            folder.mkdir()
+        raise OSError("a failed start")
+    assert (tmp_path / "rollout").is_dir()
+    assert not any(folder.exists() for folder in new)
 
 
 def test_written_configuration_names_its_files_from_any_folder(
