@@ -887,8 +887,9 @@ def test_a_resumed_run_may_have_other_folders_forms_and_validation_sets(
     tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
 ) -> None:
     """Step 2 is repeated after a resume, compressed and in other folders."""
-    run, changes = tmp_path / "run", {**scored, "trainer__save_freq": 1, "trainer__test_freq": 1}
-    first = {"trainer__validation_data_dir": str(run / "validation")}
+    run = tmp_path / "run"
+    changes: dict[str, Any] = {**scored, "trainer__save_freq": 1, "trainer__test_freq": 1}
+    first: dict[str, Any] = {"trainer__validation_data_dir": str(run / "validation")}
     train(tiny_home, run, trainer__total_training_steps=2, **changes, **first)
     shutil.rmtree(run / "checkpoints/global_step_2")
     second: dict[str, Any] = {
@@ -899,14 +900,14 @@ def test_a_resumed_run_may_have_other_folders_forms_and_validation_sets(
     }
     train(tiny_home, run, trainer__total_training_steps=3, **changes, **second)
     saved = read_run(run)
+    checks = {one.name: one for one in run_checks(saved)}
+    assert {one.name: one.differences for one in checks.values()} == {name: [] for name in checks}
+    assert "no data file" not in checks["data"].not_done
     assert [(one.path.parent.name, one.label) for one in saved.files if one.kind == "step"] == [
         ("rollouts", "step_000001"),
         ("later", "step_000002"),
         ("later", "step_000003"),
     ]
-    checks = {one.name: one for one in run_checks(saved)}
-    assert {one.name: one.differences for one in checks.values()} == {name: [] for name in checks}
-    assert checks["data"].not_done == ""
     (run / "rollouts/step_000001.jsonl").unlink()
     assert {"digests", "lines"} <= found(run).keys()
 
@@ -915,7 +916,8 @@ def test_a_resumed_run_may_have_other_folders_forms_and_validation_sets(
 def test_a_resumed_run_may_compress_the_files_that_it_writes_again(
     tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
 ) -> None:
-    run, changes = tmp_path / "run", {**scored, "trainer__save_freq": 1}
+    run = tmp_path / "run"
+    changes: dict[str, Any] = {**scored, "trainer__save_freq": 1}
     train(tiny_home, run, **changes)
     shutil.rmtree(run / "checkpoints/global_step_2")
     train(tiny_home, run, **changes, trainer__compress_rollouts=True)
@@ -1014,6 +1016,8 @@ def test_a_run_with_pictures_has_no_difference(tmp_path: Path) -> None:
     stop_world()
     assert checks[-1].num == 6
     assert [str(error) for one in checks for error in one.differences] == []
+    template = next(one.not_done for one in checks if one.name == "template")
+    assert template.endswith("left out: they have images, or the run did not check them")
     pictures = [
         path for path in (tmp_path / "rollouts/media").iterdir() if "small" not in path.stem
     ]
