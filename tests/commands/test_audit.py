@@ -867,10 +867,10 @@ def test_each_step_is_checked_with_the_configuration_of_its_start(
     tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
 ) -> None:
     run, changes = tmp_path / "run", {**scored, "trainer__max_ckpt_to_keep": None}
-    for steps, start in enumerate(
-        [{}, {"trainer__weight_digests": False, "rollout__n": 3}, {"data__train_batch_size": 2}],
-        start=1,
-    ):
+    starts: list[dict[str, Any]] = [
+        {}, {"trainer__weight_digests": False, "rollout__n": 3}, {"data__train_batch_size": 2},
+    ]  # fmt: skip
+    for steps, start in enumerate(starts, start=1):
         train(tiny_home, run, trainer__total_training_steps=steps, **changes, **start)
     assert found(run) == {}
     folder = run / "rollouts"
