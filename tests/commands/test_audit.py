@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from agentrl import Trainer
 from agentrl.commands.audit.report import run_checks
@@ -37,6 +38,7 @@ from agentrl.trainer.rollouts.digests import (
     read_digests,
 )
 from agentrl.trainer.rollouts.files import TrajectorySummary, read_rollouts
+from agentrl.trainer.rollouts.pictures import PictureCollector, write_pictures
 from agentrl.trainer.setup.rollout_setup import make_manager
 from agentrl.workers.distributed import stop_world
 from tests.fakes.runs import (
@@ -136,8 +138,8 @@ def test_an_untouched_run_has_no_difference(
 
 def change_a_byte(path: Path, draw: random.Random) -> None:
     content = bytearray(path.read_bytes())
-    place = draw.randrange(len(content))
-    content[place] ^= 1 << draw.randrange(8)
+    index = draw.randrange(len(content))
+    content[index] ^= 1 << draw.randrange(8)
     path.write_bytes(content)
 
 
@@ -262,6 +264,45 @@ def test_a_line_that_a_killed_run_wrote_in_part_is_written_again(run: Path) -> N
     file.write_text(file.read_text()[:-20])
     add_weight_digest(file.parent, last.step, last.digest)
     assert found(run) == {}
+
+
+def test_tokens_that_a_killed_run_wrote_without_a_digest_are_no_difference(run: Path) -> None:
+    """The run was killed between the files of step 2, whose rollouts have a digest."""
+    file = run / "rollouts" / DIGESTS_FILE
+    lines = file.read_text().splitlines(keepends=True)
+    last = next(n for n, line in enumerate(lines) if "step_000002.tokens" in line)
+    file.write_text("".join(lines[:last]))
+    shutil.rmtree(run / "checkpoints/global_step_2")
+    (run / f"validation/{DIGESTS_FILE}").unlink()
+    for one in run.glob("validation/val_*"):
+        one.unlink()
+    rewrite_metrics(run, lambda lines: lines.pop())
+    checks = {one.name: one for one in run_checks(read_run(run))}
+    assert checks["digests"].differences == []
+    assert "tokens.parquet has no digest: the run ended" in checks["digests"].not_done
+
+
+def test_a_damaged_picture_is_a_difference_and_not_the_end(run: Path) -> None:
+    picture = Image.new("RGB", (8, 6), "red")
+    collector = PictureCollector()
+    entry = collector.plain(picture)
+    write_pictures(run / "rollouts", collector.take())
+
+    def change(lines: list[Line]) -> None:
+        lines[0]["request"]["multi_modal_data"] = {"image": [entry]}
+
+    rewrite(run, change)
+    assert "digests" not in found(run)
+    file = run / "rollouts" / entry["path"]
+    content = file.read_bytes()
+    for index in (0, 20, len(content) // 2):  # the signature, the header, the pixels
+        damaged = bytearray(content)
+        damaged[index] ^= 1
+        file.write_bytes(damaged)
+        difference = found(run)
+        assert "the picture cannot be read" in difference["lines"]
+    file.write_bytes(content)
+    assert "lines" not in found(run)
 
 
 # Rows that were changed together with their digests: found by what follows from them.
@@ -605,6 +646,40 @@ def test_changed_tokens_are_found(run: Path, name: str, check: str) -> None:
     assert check in found(run)
 
 
+def test_tokens_without_a_column_are_a_difference_and_not_the_end(run: Path) -> None:
+    file = run / "rollouts/step_000002.tokens.parquet"
+    pq.write_table(pq.read_table(file).drop_columns(["uid"]), file)
+    add_digests(run)
+    (difference,) = next(
+        one.differences for one in run_checks(read_run(run)) if one.name == "advantages"
+    )
+    assert difference.args[0].startswith("cannot be checked: KeyError")
+    assert difference.details["file"] == file
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda line: line.pop("rollout/num_requests"),
+        lambda line: line.update({"filter_groups/num_gen_batches": None}),
+    ],
+)
+def test_a_step_without_its_metrics_is_a_difference_and_not_the_end(
+    run: Path, change: Callable[[Line], Any]
+) -> None:
+    rewrite_metrics(run, lambda lines: change(lines[-1]))
+    assert "the step has no rollout metrics" in found(run)["order"]
+
+
+def test_the_reason_of_a_check_that_was_not_done_is_shown_as_it_is(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_key("data.train_files", ["/[/red]/train.parquet"])(run)
+    output = run_agentrl(capsys, "audit", run)
+    assert output.code == 0, output.out
+    assert "[/red]" in output.out
+
+
 def test_templates_that_write_the_date_have_that_of_the_run(
     tiny_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -792,10 +867,10 @@ def test_each_step_is_checked_with_the_configuration_of_its_start(
     tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
 ) -> None:
     run, changes = tmp_path / "run", {**scored, "trainer__max_ckpt_to_keep": None}
-    for steps, start in enumerate(
-        [{}, {"trainer__weight_digests": False, "rollout__n": 3}, {"data__train_batch_size": 2}],
-        start=1,
-    ):
+    starts: list[dict[str, Any]] = [
+        {}, {"trainer__weight_digests": False, "rollout__n": 3}, {"data__train_batch_size": 2},
+    ]  # fmt: skip
+    for steps, start in enumerate(starts, start=1):
         train(tiny_home, run, trainer__total_training_steps=steps, **changes, **start)
     assert found(run) == {}
     folder = run / "rollouts"
@@ -805,6 +880,64 @@ def test_each_step_is_checked_with_the_configuration_of_its_start(
     assert found(run) == {}  # no start has taken step 2 and recorded its digest
     drop_a_weight_digest(run, 1)
     assert "no digest" in found(run)["weights"]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_may_have_other_folders_forms_and_validation_sets(
+    tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
+) -> None:
+    """Step 2 is repeated after a resume, compressed and in other folders."""
+    run = tmp_path / "run"
+    changes: dict[str, Any] = {**scored, "trainer__save_freq": 1, "trainer__test_freq": 1}
+    first: dict[str, Any] = {"trainer__validation_data_dir": str(run / "validation")}
+    train(tiny_home, run, trainer__total_training_steps=2, **changes, **first)
+    shutil.rmtree(run / "checkpoints/global_step_2")
+    second: dict[str, Any] = {
+        "trainer__rollout_data_dir": str(run / "later"),
+        "trainer__validation_data_dir": str(run / "later"),
+        "trainer__compress_rollouts": True,
+        "data__val_files": {"sums": str(tiny_home / "data/val.parquet")},
+    }
+    train(tiny_home, run, trainer__total_training_steps=3, **changes, **second)
+    saved = read_run(run)
+    checks = {one.name: one for one in run_checks(saved)}
+    assert {one.name: one.differences for one in checks.values()} == {name: [] for name in checks}
+    assert "no data file" not in checks["data"].not_done
+    assert [(one.path.parent.name, one.label) for one in saved.files if one.kind == "step"] == [
+        ("rollouts", "step_000001"),
+        ("later", "step_000002"),
+        ("later", "step_000003"),
+    ]
+    (run / "rollouts/step_000001.jsonl").unlink()
+    assert {"digests", "lines"} <= found(run).keys()
+
+
+@pytest.mark.slow
+def test_a_resumed_run_may_compress_the_files_that_it_writes_again(
+    tiny_home: Path, tmp_path: Path, scored: dict[str, Any]
+) -> None:
+    run = tmp_path / "run"
+    changes: dict[str, Any] = {**scored, "trainer__save_freq": 1}
+    train(tiny_home, run, **changes)
+    shutil.rmtree(run / "checkpoints/global_step_2")
+    train(tiny_home, run, **changes, trainer__compress_rollouts=True)
+    names = [one.path.name for one in read_run(run).files]
+    assert names == ["step_000001.jsonl", "step_000002.jsonl.zst"]
+    assert found(run) == {}
+    file = run / "rollouts" / names[1]
+    content, draw = file.read_bytes(), random.Random(0)
+    for tamper in (change_a_byte, cut, remove):
+        tamper(file, draw)
+        assert "digests" in found(run)
+        file.write_bytes(content)
+    assert found(run) == {}
+
+
+def test_a_validation_set_that_its_configuration_does_not_name_has_no_rows(run: Path) -> None:
+    change_key("data.val_files", {})(run)
+    checks = {one.name: one for one in run_checks(read_run(run))}
+    assert checks["data"].not_done == "not done: no data file of arithmetic"
+    assert checks["data"].differences == []
 
 
 def test_a_step_that_the_run_did_not_complete_is_left_out(run: Path) -> None:
@@ -883,6 +1016,8 @@ def test_a_run_with_pictures_has_no_difference(tmp_path: Path) -> None:
     stop_world()
     assert checks[-1].num == 6
     assert [str(error) for one in checks for error in one.differences] == []
+    template = next(one.not_done for one in checks if one.name == "template")
+    assert template.endswith("left out: they have images, or the run did not check them")
     pictures = [
         path for path in (tmp_path / "rollouts/media").iterdir() if "small" not in path.stem
     ]

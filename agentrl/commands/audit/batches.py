@@ -30,7 +30,7 @@ def check_batch(advantages: Check, rewards: Check, metrics: Check, step: Step) -
     """Compare the columns of the step's tokens, and its metrics."""
     batch, before_update = _collate(step)
     _compare(advantages, step, batch, ["rollout_log_probs"])
-    with rewards.collecting():
+    with rewards.collecting(token_path(step.path)):
         _compare(rewards, step, batch, ["token_level_scores"])
     credit = Credit(step.config.algorithm, None, is_before_update=before_update)
     if (coefficient := step.metrics.get("actor/reward_kl_penalty_coeff")) is not None:
@@ -43,7 +43,7 @@ def check_batch(advantages: Check, rewards: Check, metrics: Check, step: Step) -
         tensors.update(_columns_of_models(step, batch, ["old_log_probs"]))
         is_null = step.tokens["old_log_probs"].is_null().to_pylist()
         tensors[IS_COMPUTED] = torch.tensor([not one for one in is_null])
-    with metrics.collecting():
+    with metrics.collecting(step.path):
         _check_metrics(metrics, step, batch, found if before_update else {})
 
 
@@ -74,8 +74,8 @@ def _collate(step: Step) -> tuple[DataProto, bool]:
     found = batch.non_tensor_batch["request_id"].tolist()
     if sorted(found) != sorted(names):
         raise DataError("the sequences of the batch are others", file=token_path(step.path))
-    places = {name: place for place, name in enumerate(found)}
-    batch = batch[[places[name] for name in names]]
+    indices = {name: index for index, name in enumerate(found)}
+    batch = batch[[indices[name] for name in names]]
     before_update = "timing_s/old_log_prob" in step.metrics
     before_update |= config.algorithm.rollout_correction.bypass_mode
     known = [name for name in _OF_MODELS if name in step.tokens.column_names]

@@ -1,6 +1,6 @@
 """Check that the files and weights of a run are those that it wrote, and that none is missing."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,8 +10,8 @@ from agentrl.commands.audit.saved_run import TRAIN, VAL, Check, SavedRun, Step
 from agentrl.errors import DataError
 from agentrl.trainer.rollouts.digests import DIGESTS_FILE, digest_file, read_digests
 from agentrl.trainer.rollouts.files import SKIPPED
-from agentrl.trainer.rollouts.line_files import find_later_files
-from agentrl.trainer.rollouts.pictures import PictureCollector
+from agentrl.trainer.rollouts.line_files import RolloutFile, find_later_files
+from agentrl.trainer.rollouts.pictures import digest_picture
 from agentrl.workers.checkpoint import WEIGHT, Checkpoint, open_checkpoint
 from agentrl.workers.shards import LocalSlice
 from agentrl.workers.weight_files import digest_weights, sum_placed_bits
@@ -20,32 +20,39 @@ from agentrl.workers.weight_files import digest_weights, sum_placed_bits
 def check_digests(check: Check, run: SavedRun) -> dict[int, str]:
     """Check the digests of all rollout files; return those of weights, by version."""
     recorded = dict[int, str]()
-    trainer = run.config.trainer
-    others = [trainer.validation_data_dir, run.folder / SKIPPED]
-    for folder in dict.fromkeys([run.rollouts, *others]):
-        if folder is not None and find_later_files(folder, -1):
-            with check.collecting():
-                recorded |= _check_folder(check, folder)
+    for folder in (*run.folders, run.folder / SKIPPED):
+        if not (files := find_later_files(folder, -1)):
+            continue
+        with check.collecting(folder / DIGESTS_FILE):
+            for step, digest in _check_folder(check, run, folder, files).items():
+                if step not in recorded or folder.resolve() == run.folder_of(step, TRAIN):
+                    recorded[step] = digest
     return recorded
 
 
-def _check_folder(check: Check, folder: Path) -> dict[int, str]:
+def _check_folder(
+    check: Check, run: SavedRun, folder: Path, files: Sequence[Path]
+) -> dict[int, str]:
     known = read_digests(folder)
     for one in known:
         check.num += 1
         if one.is_of_weights:
             continue
         path = folder / one.file
-        with check.collecting():
+        with check.collecting(path):
             if not path.is_file():
                 raise DataError(f"{one.file} is missing", file=folder / DIGESTS_FILE)
             if (found := digest_file(path)) != one.digest:
                 raise DataError("the file was changed", file=path, saved=one.digest, found=found)
     names = {one.file for one in known}
     last = max((one.step for one in known), default=0)
-    for path in find_later_files(folder, -1):
+    for path in files:
         if path.name not in names:
-            if path not in find_later_files(folder, last):
+            label = path.name.split(".")[0]
+            kind, _, number = label.rpartition("_")
+            file = RolloutFile(path, label, kind, int(number))
+            is_current = folder == run.folder / SKIPPED or run.is_current(file)
+            if is_current and run.is_complete(file) and file.step <= last:
                 raise DataError("the file has no digest", file=path)
             # A run that was killed between both writes repeats the step when it resumes.
             check.not_done = f"{path.name} has no digest: the run ended before it was written"
@@ -54,16 +61,10 @@ def _check_folder(check: Check, folder: Path) -> dict[int, str]:
 
 def check_steps(check: Check, run: SavedRun) -> None:
     """Check that each step and validation whose start saved rollouts has a file."""
-    trainer = run.config.trainer
-    files = [
-        file
-        for folder in dict.fromkeys([run.rollouts, trainer.validation_data_dir])
-        for file in run.find_files(folder)
-    ]
-    if left_out := sorted({file.step for file in files if not run.is_complete(file)}):
+    if left_out := sorted({file.step for file in run.files if not run.is_complete(file)}):
         steps = ", ".join(map(str, left_out))
         check.not_done = f"not done for step {steps}, which the run did not complete"
-    saved, training = {(file.kind, file.step) for file in files}, set(run.training_steps)
+    saved, training = {(file.kind, file.step) for file in run.files}, set(run.training_steps)
     for step, metrics in run.logged.items():
         saving = run.start_of(max(step, 1)).config.trainer
         kinds = list[str]()
@@ -95,7 +96,7 @@ def check_weights(check: Check, run: SavedRun, recorded: Mapping[int, str]) -> N
     if unknown := sorted(found.keys() - recorded.keys()):
         check.not_done = f"no digest of weights after step {', '.join(map(str, unknown))}"
     for step, path in sorted(found.items()):
-        with check.collecting():
+        with check.collecting(path):
             checkpoint = open_checkpoint(path)
             if step > max(run.logged, default=0) and checkpoint.state.unlogged is None:
                 raise DataError("the step of a checkpoint has no metrics", file=path)
@@ -163,6 +164,6 @@ def check_pictures(check: Check, step: Step, known: set[str]) -> None:
                 known.add(path)
                 check.num += 1
                 with Image.open(path) as picture:
-                    entry = PictureCollector().plain(picture)
-                if Path(entry["path"]).name != Path(path).name:
+                    name = digest_picture([picture])
+                if name != Path(path).stem:
                     raise DataError("the picture was changed", picture=path, **where)

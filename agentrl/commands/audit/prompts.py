@@ -1,6 +1,7 @@
 """Check the prompts of a run: their order against the seed, and their rows against the data."""
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,6 +11,7 @@ from pydantic_core import to_jsonable_python
 
 from agentrl.commands.audit.requests import row_of
 from agentrl.commands.audit.saved_run import TRAIN, VAL, Check, SavedRun, Step
+from agentrl.config.schema.run import DataConfig
 from agentrl.data.dataset import PromptDataset, load_prompts
 from agentrl.data.order import DataOrder
 from agentrl.data.rows import Prompt
@@ -26,7 +28,7 @@ _OF_ROW = (
 
 
 class PromptOrder:
-    """Checks that each place of the data has one row, in the order of the file.
+    """Checks that each position of the data has one row, in the order of the file.
 
     Data without its overlong prompts keeps the order of the file; which rows were left out is not
     known here.
@@ -36,48 +38,57 @@ class PromptOrder:
     """
 
     def __init__(self, run: SavedRun) -> None:
-        self._places: dict[int, list[int]] = {}
+        self._positions: dict[int, list[int]] = {}
         """Of each step's prompts, in the order of the data."""
         self._rows: list[tuple[int, int]] = []
-        """Places and rows of earlier steps, sorted."""
-        if (data := read_order(run)) is None:
+        """Positions and rows of earlier steps, sorted."""
+        data = read_order(run)
+        self._has_order = data is not None
+        if data is None:
             return
         config = run.config.data
         order = DataOrder(data["num_rows"], seed=config.seed, shuffle=config.shuffle)
         for step in run.training_steps:
             size = run.start_of(step).config.prompts_per_rollout
-            num = int(run.logged[step].get("filter_groups/num_gen_batches", 1))
-            batches = [order.next_batch(size) for _ in range(num)]
-            self._places[step] = [place for batch in batches for place in batch]
+            num = run.logged[step].get("filter_groups/num_gen_batches", 1)
+            if not math.isfinite(num):
+                break  # the positions of later steps depend on it
+            batches = [order.next_batch(size) for _ in range(int(num))]
+            self._positions[step] = [position for batch in batches for position in batch]
 
     def check(self, check: Check, step: Step) -> None:
         """Check the prompts of a step; steps come in order."""
-        if not self._places:
+        if not self._has_order:
             check.not_done = "not done: no checkpoint has the number of rows"
             return
-        places = self._places[step.number]
-        check.num += len(places)
+        if (positions := self._positions.get(step.number)) is None:
+            raise DataError(
+                "the step has no rollout metrics, or an earlier one no number of batches",
+                file=step.path,
+                expected="rollout/num_requests and a finite filter_groups/num_gen_batches",
+            )
+        check.num += len(positions)
         for request in step.sampled:
             row, index = row_of(request), request.batch_data_id
-            if row is None or index >= len(places):
+            if row is None or index >= len(positions):
                 raise DataError(
-                    f"prompt {index} of {len(places)}, row {row}",
+                    f"prompt {index} of {len(positions)}, row {row}",
                     file=step.path, request=request.request_id,
                 )  # fmt: skip
-            self._add(places[index], row, request, step)
+            self._add(positions[index], row, request, step)
 
-    def _add(self, place: int, row: int, request: AsyncRolloutRequest, step: Step) -> None:
-        found, at = (place, row), bisect_left(self._rows, (place, row))
+    def _add(self, position: int, row: int, request: AsyncRolloutRequest, step: Step) -> None:
+        found, at = (position, row), bisect_left(self._rows, (position, row))
         if self._rows[at : at + 1] == [found]:
             return
         for other in self._rows[max(0, at - 1) : at + 1]:
-            if (other[0] < place) is not (other[1] < row) or other[0] == place:
+            if (other[0] < position) is not (other[1] < row) or other[0] == position:
                 raise DataError(
-                    f"row {row} is at place {place} of the data, and row {other[1]} at place "
-                    f"{other[0]}",
+                    f"row {row} is at position {position} of the data, and row {other[1]} at "
+                    f"position {other[0]}",
                     file=step.path,
                     request=request.request_id,
-                    expected="one row at each place, in the order of the file",
+                    expected="one row at each position, in the order of the file",
                 )
         self._rows.insert(at, found)
 
@@ -85,53 +96,79 @@ class PromptOrder:
 def read_order(run: SavedRun) -> Mapping[str, Any] | None:
     """Read the state of the data's order from the first checkpoint that has one."""
     for _, path in sorted(run.checkpoints.items()):
-        with suppress(OSError, ValueError, KeyError):  # a damaged checkpoint is found elsewhere
-            return json.loads((path / STATE).read_bytes())["data"]
+        # A damaged checkpoint is found elsewhere.
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            data = json.loads((path / STATE).read_bytes())["data"]
+            return {"num_rows": int(data["num_rows"]), "fingerprint": data["fingerprint"]}
     return None
 
 
-def load_rows(check: Check, run: SavedRun, kind: str) -> dict[int, Prompt]:
-    """Load the rows of files of a kind by index; empty if they cannot be loaded."""
-    data = run.config.data
-    files, limit = data.train_files, data.train_max_samples
-    if kind != TRAIN:
-        files, limit = [data.val_files[kind.removeprefix(VAL)]], data.val_max_samples
-    try:
-        rows = load_prompts(files, data, max_samples=limit)
-    except (AgentRLError, OSError) as error:
-        check.not_done = f"not done: no data: {error}".splitlines()[0]
-        return {}
-    if kind == TRAIN:
-        with check.collecting():
-            _check_fingerprint(check, run, rows)
-    return {prompt.index: prompt for prompt in rows}
+class DataRows:
+    """Loads the rows of the data, once for each kind of file and configuration.
 
+    Args:
+        check: Gets the reason if rows cannot be loaded, and a difference if they are other rows.
+        run: The run; one of its checkpoints has the fingerprint of the training data.
+    """
 
-def _check_fingerprint(check: Check, run: SavedRun, rows: PromptDataset) -> None:
-    saved = read_order(run)
-    if saved is None or saved["num_rows"] != len(rows):
-        check.not_done = "the fingerprint is not compared: rows were left out, or no checkpoint"
-    elif rows.fingerprint != saved["fingerprint"]:
-        raise DataError(
-            "the data is not that of the run",
-            file=", ".join(map(str, run.config.data.train_files)),
-            saved=saved["fingerprint"],
-            found=rows.fingerprint,
-        )
+    def __init__(self, check: Check, run: SavedRun) -> None:
+        self._check = check
+        self._run = run
+        self._loaded: dict[tuple[str, str], dict[int, Prompt]] = {}
+
+    def of(self, step: Step) -> dict[int, Prompt]:
+        """Return the rows of a step's data by index; empty if they cannot be loaded."""
+        key = step.file.kind, step.config.data.model_dump_json()
+        if key not in self._loaded:
+            rows = self._load(step.file.kind, step.config.data)
+            self._loaded[key] = {} if rows is None else {prompt.index: prompt for prompt in rows}
+        return self._loaded[key]
+
+    def _load(self, kind: str, data: DataConfig) -> PromptDataset | None:
+        files, limit = list(data.train_files), data.train_max_samples
+        if kind != TRAIN:
+            if (file := data.val_files.get(name := kind.removeprefix(VAL))) is None:
+                self._check.not_done = f"not done: no data file of {name}"
+                return None
+            files, limit = [file], data.val_max_samples
+        try:
+            rows = load_prompts(files, data, max_samples=limit)
+        except (AgentRLError, OSError) as error:
+            self._check.not_done = f"not done: no data: {error}".splitlines()[0]
+            return None
+        if kind == TRAIN:
+            with self._check.collecting():
+                self._check_fingerprint(rows, data)
+        return rows
+
+    def _check_fingerprint(self, rows: PromptDataset, data: DataConfig) -> None:
+        saved = read_order(self._run)
+        if saved is None or saved["num_rows"] != len(rows):
+            self._check.not_done = (
+                "the fingerprint is not compared: rows were left out, or no checkpoint"
+            )
+        elif rows.fingerprint != saved["fingerprint"]:
+            raise DataError(
+                "the data is not that of the run",
+                file=", ".join(map(str, data.train_files)),
+                saved=saved["fingerprint"],
+                found=rows.fingerprint,
+            )
 
 
 def check_rows(check: Check, step: Step, rows: Mapping[int, Prompt]) -> None:
     """Compare what the requests have of their rows with the data."""
-    made = dict[int, AsyncRolloutRequest]()
+    made = dict[int, tuple[AsyncRolloutRequest, dict[str, str]]]()
     for request in step.requests if rows else ():
         check.num += 1
         row, where = row_of(request), {"file": step.path, "request": request.request_id}
         if row is None or row not in rows:
             raise DataError(f"the data has no row {row}", **where)
         if row not in made:
-            made[row] = AsyncRolloutRequest.from_prompt(rows[row])
-        expected = _of_row(made[row], made[row])
-        for name, value in _of_row(request, made[row]).items():
+            of_data = AsyncRolloutRequest.from_prompt(rows[row])
+            made[row] = of_data, _of_row(of_data, of_data)
+        of_data, expected = made[row]
+        for name, value in _of_row(request, of_data).items():
             if value != expected[name]:
                 raise DataError(
                     f"{name} is not that of row {row} of the data",

@@ -6,11 +6,11 @@ computed from the saved requests, and compared with the saved tokens and the log
 
 import random
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from agentrl.commands.audit.batches import check_batch
 from agentrl.commands.audit.integrity import (
@@ -21,7 +21,7 @@ from agentrl.commands.audit.integrity import (
     check_versions,
     check_weights,
 )
-from agentrl.commands.audit.prompts import PromptOrder, check_rows, load_rows
+from agentrl.commands.audit.prompts import DataRows, PromptOrder, check_rows
 from agentrl.commands.audit.requests import (
     check_combined,
     check_exclusions,
@@ -34,6 +34,7 @@ from agentrl.commands.audit.resample import TurnChoice, resample
 from agentrl.commands.audit.saved_run import TRAIN, Check, SavedRun, Step, read_run
 from agentrl.errors import DataError
 from agentrl.progress import NO_PROGRESS, Progress, ProgressDisplay
+from agentrl.trainer.rollouts.token_files import token_path
 from agentrl.trainer.setup.plugins import import_plugins
 from agentrl.trainer.state.run_folder import check_run_folder
 
@@ -67,20 +68,21 @@ def audit(folder: Path, console: Console, *, num_resampled: int = 0, seed: int =
     """
     check_run_folder(folder)
     run = read_run(folder)
-    if not any(file.kind == TRAIN for file in run.find_files(run.rollouts)):
+    if not any(file.kind == TRAIN for file in run.files):
         raise DataError(
             "no training rollouts are in the folder in which the run saved them",
             file=run.rollouts,
             expected="the files step_* of trainer.rollout_data_dir",
         )
-    if folder.resolve() not in run.rollouts.resolve().parents:
-        console.print(f"rollouts: {run.rollouts}", markup=False, highlight=False, soft_wrap=True)
+    for one in run.folders:
+        if folder.resolve() not in one.resolve().parents:
+            console.print(f"rollouts: {one}", markup=False, highlight=False, soft_wrap=True)
     choice = TurnChoice(num_resampled, {0: None, **run.checkpoints}, random.Random(seed))
     checks = run_checks(run, choice, ProgressDisplay(console))
     table = Table("check", "compared", "differences", "what was compared", box=None)
     for one in checks:
         found = str(len(one.differences)) if one.num or one.differences else "-"
-        table.add_row(one.name, str(one.num), found, one.not_done or one.what)
+        table.add_row(one.name, str(one.num), found, Text(one.not_done or one.what))
     console.print(table)
     differences = [(one.name, found) for one in checks for found in one.differences]
     for name, found in differences[:_MAX_SHOWN]:
@@ -120,30 +122,28 @@ def _check_files(
     progress: Progress,
 ) -> None:
     """Check each file, in the order of the steps."""
-    folders = dict.fromkeys([run.rollouts, run.config.trainer.validation_data_dir])
-    files = [file for folder in folders for file in run.find_files(folder)]
     template, pictures = load_template(run.config, checks["template"]), set[str]()
-    order, rows = PromptOrder(run), cache(lambda kind: load_rows(checks["data"], run, kind))
-    with progress.bar("audit", len(files)) as advance:
-        for file in filter(run.is_complete, files):
-            with checks["lines"].collecting():
+    order, rows = PromptOrder(run), DataRows(checks["data"], run)
+    with progress.bar("audit", len(run.files)) as advance:
+        for file in filter(run.is_complete, run.files):
+            with checks["lines"].collecting(file.path):
                 step = run.read(file)
-                with checks["digests"].collecting():
+                with checks["digests"].collecting(file.path):
                     check_pictures(checks["digests"], step, pictures)
-                with checks["versions"].collecting():
+                with checks["versions"].collecting(file.path):
                     check_versions(checks["versions"], step, run, recorded)
-                with checks["data"].collecting():
-                    check_rows(checks["data"], step, rows(file.kind))
-                with checks["template"].collecting():
+                with checks["data"].collecting(file.path):
+                    check_rows(checks["data"], step, rows.of(step))
+                with checks["template"].collecting(file.path):
                     check_template(checks["template"], step, template)
-                with checks["rewards"].collecting():
+                with checks["rewards"].collecting(file.path):
                     check_combined(checks["rewards"], step)
                 if file.kind == TRAIN:
                     _check_training(checks, step, order)
                     if choice is not None:
                         choice.offer(step.path, step.sampled)
                 else:
-                    with checks["metrics"].collecting():
+                    with checks["metrics"].collecting(file.path):
                         check_validation(checks["metrics"], step)
                 check_requests(checks["lines"], step)
                 check_exclusions(step)
@@ -151,9 +151,9 @@ def _check_files(
 
 
 def _check_training(checks: Mapping[str, Check], step: Step, order: PromptOrder) -> None:
-    with checks["order"].collecting():
+    with checks["order"].collecting(step.path):
         order.check(checks["order"], step)
-    with checks["advantages"].collecting():
+    with checks["advantages"].collecting(token_path(step.path)):
         check_batch(checks["advantages"], checks["rewards"], checks["metrics"], step)
 
 

@@ -46,7 +46,7 @@ def _samples(step: Step) -> list[AsyncRolloutRequest]:
 
 
 def _check_identity(request: AsyncRolloutRequest, step: Step) -> None:
-    """Check what follows from plan, step, row and place: ids, seed and temperature."""
+    """Check what follows from plan, step, row and index: ids, seed and temperature."""
     rollout, kind = step.config.rollout, step.file.kind
     if kind != TRAIN:
         plan, temperature = kind.replace("_", "-", 1), rollout.val_kwargs.temperature
@@ -68,7 +68,7 @@ def _check_identity(request: AsyncRolloutRequest, step: Step) -> None:
     for name, value in expected.items():
         if found[name] != value:
             raise DataError(
-                f"the {name} does not follow from step, row and place",
+                f"the {name} does not follow from step, row and index",
                 file=step.path, request=request.request_id, saved=found[name], expected=value,
             )  # fmt: skip
 
@@ -137,8 +137,8 @@ def check_template(check: Check, step: Step, template: ChatTemplate | None) -> N
         if not request.is_checked or any(one.media_runs for one in request.sequences):
             check.num_left_out += 1
             check.not_done = (
-                f"{check.what}; left out: {check.num_left_out}, with images, or not checked in "
-                "the run either"
+                f"{check.what}; {check.num_left_out} left out: they have images, or the run did "
+                "not check them"
             )
             continue
         check.num += 1

@@ -96,8 +96,8 @@ class TurnChoice:
                 self._num_seen += 1
                 if len(self.chosen) < self.num:
                     self.chosen.append(one)
-                elif (place := self.random.randrange(self._num_seen)) < self.num:
-                    self.chosen[place] = one
+                elif (index := self.random.randrange(self._num_seen)) < self.num:
+                    self.chosen[index] = one
 
 
 def _find_tokens(file: Path, request: AsyncRolloutRequest) -> Iterator[SampledTokens]:

@@ -30,6 +30,8 @@ TRAIN = "step"
 """Kind of a file of training rollouts."""
 VAL = "val_"
 """Start of the kind of a file of validation rollouts; the name of the set follows."""
+_ODD_CONTENT = (LookupError, TypeError, ValueError, OSError, RuntimeError, pa.ArrowException)
+"""Errors of reading or computing from content that no run wrote."""
 
 
 @dataclass
@@ -47,12 +49,21 @@ class Check:
     """Why the check, or a part of it, was not done."""
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Collect a difference that the block raises. The rest of the block is not run."""
+    def collecting(self, file: Location | None = None) -> Iterator[None]:
+        """Collect a difference that the block raises. The rest of the block is not run.
+
+        An error that a changed file causes is a difference too, so the other checks are run.
+
+        Args:
+            file: The file that the block checks, for such an error.
+        """
         try:
             yield
         except AgentRLError as error:
             self.differences.append(error)
+        except _ODD_CONTENT as error:
+            message = f"cannot be checked: {type(error).__name__}: {error}"
+            self.differences.append(DataError(message, file=file))
 
     def compare_metrics(
         self, step: int, logged: Mapping[str, float], found: Mapping[str, float]
@@ -137,18 +148,38 @@ class SavedRun:
 
     @property
     def rollouts(self) -> Path:
-        """The folder of the training rollouts.
+        """The last folder of training rollouts.
 
         Raises:
             DataError: If the run saved none.
         """
-        if (folder := self.config.trainer.rollout_data_dir) is None:
-            raise DataError(
-                "the run saved no training rollouts",
-                file=self.folder,
-                expected="a run with trainer.rollout_data_dir",
-            )
-        return folder
+        for start in reversed(self.starts):
+            if (folder := start.config.trainer.rollout_data_dir) is not None:
+                return folder
+        raise DataError(
+            "the run saved no training rollouts",
+            file=self.folder,
+            expected="a run with trainer.rollout_data_dir",
+        )
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of rollouts of all starts, in their order; each once."""
+        found = dict[Path, Path]()
+        for start in self.starts:
+            trainer = start.config.trainer
+            for folder in (trainer.rollout_data_dir, trainer.validation_data_dir):
+                if folder is not None:
+                    found.setdefault(folder.resolve(), folder)
+        return list(found.values())
+
+    @cached_property
+    def files(self) -> list[RolloutFile]:
+        """The rollout files without those that a later start repeats; first training, by step."""
+        found = (file for folder in self.folders for file in find_rollout_files(folder))
+        return sorted(
+            filter(self.is_current, found), key=lambda one: (one.kind != TRAIN, one.step, one.kind)
+        )
 
     @cached_property
     def logged(self) -> dict[int, Mapping[str, float]]:
@@ -175,10 +206,18 @@ class SavedRun:
                 return start
         return self.starts[0]
 
-    def find_files(self, folder: Path | None) -> list[RolloutFile]:
-        """Find the rollout files in a folder, by step; no files if the run has no such folder."""
-        found = [] if folder is None else find_rollout_files(folder)
-        return sorted(found, key=lambda one: (one.step, one.kind))
+    def is_current(self, file: RolloutFile) -> bool:
+        """Return whether a file is in the folder of the start that took its step.
+
+        A start with another folder repeats the steps after the one that it resumed from.
+        """
+        return self.folder_of(file.step, file.kind) == file.path.parent.resolve()
+
+    def folder_of(self, step: int, kind: str) -> Path | None:
+        """Return the folder of the files of a kind of the start that took a step, resolved."""
+        trainer = self.start_of(max(step, 1)).config.trainer
+        folder = trainer.rollout_data_dir if kind == TRAIN else trainer.validation_data_dir
+        return None if folder is None else folder.resolve()
 
     def is_complete(self, file: RolloutFile) -> bool:
         """Return whether the run logged the step of a file, or a later one.

@@ -13,7 +13,7 @@ A video is an animated PNG, with `frames` and `fps` in its entry.
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -23,6 +23,7 @@ from PIL import Image, ImageSequence
 from rich.text import Text
 
 from agentrl.atomic_io import atomic_file
+from agentrl.errors import DataError
 from agentrl.media.records import Video
 from agentrl.rollout.records import to_plain
 
@@ -35,6 +36,8 @@ DRAWN_SIZE = 32
 UPPER_HALF_BLOCK = "\N{UPPER HALF BLOCK}"
 DEFAULT_FPS = 2.0
 """Frames per second at which a video of unknown speed is shown."""
+_DAMAGED = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+"""Errors of reading a damaged file."""
 _NAME = re.compile(rf"{FOLDER}/[0-9a-f]{{32}}(_small)?\.png")
 
 
@@ -75,11 +78,7 @@ class PictureCollector:
         return taken
 
     def _add(self, frames: list[Image.Image], fps: float | None = None) -> dict[str, Any]:
-        first = frames[0]
-        digest = blake2b(repr((first.mode, first.size, fps)).encode(), digest_size=16)
-        for frame in frames:
-            digest.update(frame.tobytes())
-        name = f"{FOLDER}/{digest.hexdigest()}"
+        first, name = frames[0], f"{FOLDER}/{digest_picture(frames, fps)}"
         if name not in self._known:
             self._known.add(name)
             self.new[f"{name}.png"] = _encode(frames, fps)
@@ -89,6 +88,15 @@ class PictureCollector:
         entry: dict[str, Any] = {"path": f"{name}.png", "thumbnail": f"{name}_small.png"}
         entry |= {"width": first.width, "height": first.height}
         return entry if fps is None else entry | {"frames": len(frames), "fps": fps}
+
+
+def digest_picture(frames: Sequence[Image.Image], fps: float | None = None) -> str:
+    """Compute the digest that names the file of an image, or of a video's frames."""
+    first = frames[0]
+    digest = blake2b(repr((first.mode, first.size, fps)).encode(), digest_size=16)
+    for frame in frames:
+        digest.update(frame.tobytes())
+    return digest.hexdigest()
 
 
 class ShownPicture(NamedTuple):
@@ -138,14 +146,20 @@ def read_picture(entry: Any, folder: Path) -> Any:
     Args:
         entry: A value of the request's `multi_modal_data`, as it was read.
         folder: The folder of the rollout file.
+
+    Raises:
+        DataError: If the file is damaged.
     """
     if not isinstance(entry, dict) or "thumbnail" not in entry:
         return entry
     path = folder / str(entry["path"])  # pyright: ignore[reportUnknownArgumentType]
     if not path.is_file():
         return entry  # pyright: ignore[reportUnknownVariableType]
-    with Image.open(path) as image:
-        frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
+    try:
+        with Image.open(path) as image:
+            frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
+    except _DAMAGED as error:
+        raise DataError(f"the picture cannot be read: {error}", file=path) from error
     if "frames" not in entry:
         frames[0].info["path"] = str(path)
         return frames[0]
