@@ -46,6 +46,7 @@ def train(home: Path, run: Path, engine: dict[str, Any], dtype: str = "auto") ->
         reward__custom_reward_function={"path": str(scorer)},
         trainer__rollout_data_dir=str(run / "rollouts"),
         trainer__validation_data_dir=str(run / "validation"),
+        trainer__compress_rollouts=False,
         trainer__save_freq=2,
         trainer__total_training_steps=3,
     )
