@@ -302,7 +302,7 @@ def test_an_execution_that_hangs_ends_with_its_time_out(act: Act, num_prompts: i
     calls = [call for turn in story.victim.turns for call in turn.calls]
     late = [call for call in calls if call.outcome == "timeout"]
     assert len(late) == 1
-    assert 0.99 * TIMEOUT_S <= late[0].seconds <= 1.1 * TIMEOUT_S
+    assert 0.9 * TIMEOUT_S <= late[0].seconds <= 1.1 * TIMEOUT_S
     assert story.victim.state is RequestState.COMPLETED
 
 

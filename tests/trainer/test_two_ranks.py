@@ -139,7 +139,7 @@ def test_layout_is_invisible_two_ranks_that_share_each_sequence_log_the_figures_
 def test_two_ranks_sample_and_save_what_one_does(runs: Runs):
     for name in ("step_000001", "step_000002", "val_arithmetic_000000", "val_arithmetic_000002"):
         one, two = (
-            [line["request"] for line in read_lines(folder / f"rollouts/{name}.jsonl")]
+            [line["request"] for line in read_lines(folder / f"rollouts/{name}.jsonl.zst")]
             for folder in (runs.alone, runs.together)
         )
         assert len(one) == len(two) > 3
