@@ -77,12 +77,13 @@ def _print(runs: Sequence[RunReader], options: ViewOptions) -> None:
     files = [(run, run.find_steps(options.steps)[0]) for run in runs]
     choices = [list_choices(run, file) for run, file in files if file]
     for name in ("end", "tool", "outcome", "source"):
-        wanted = getattr(options.filters, name)
+        if not (wanted := getattr(options.filters, name)):
+            continue
         known = {one for of_file in choices for one in of_file[f"{name}s"]} - {""}
         is_known = wanted in known or any(  # the choices are only the most frequent ones
             Filters(**{name: wanted}).select(run.index(file)) for run, file in files if file
         )
-        if wanted and choices and not is_known:
+        if choices and not is_known:
             expected = f"one of {', '.join(sorted(known))}" if known else f"no --{name}"
             raise ConfigError(f"no trajectory has the {name} {wanted!r}", expected=expected)
     limit = options.limit or 20

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from agentrl.atomic_io import atomic_file
 from agentrl.errors import DataError
+from agentrl.trainer.rollouts.line_files import COMPRESSED
 
 DIGESTS_FILE = "digests.jsonl"
 _WEIGHTS = "weights_"
@@ -96,7 +97,7 @@ def _without(lines: list[FileDigest], added: FileDigest) -> list[FileDigest]:
 
 def _is_same(one: FileDigest, other: FileDigest) -> bool:
     """Return whether a file replaces another one: a resumed run may compress its files."""
-    return one.file.removesuffix(".zst") == other.file.removesuffix(".zst")
+    return one.file.removesuffix(COMPRESSED) == other.file.removesuffix(COMPRESSED)
 
 
 def drop_digests(folder: Path, *, after: int) -> None:

@@ -359,11 +359,7 @@ class RolloutFiles:
         """Report skipped optimizer steps, and save the rows that caused them."""
         if not skipped:
             return
-        folder, compressed = (
-            self._config.default_local_dir / SKIPPED,
-            self._config.compress_rollouts,
-        )
-        path = rollout_path(folder, step, compressed=compressed)
+        path = self._path(self._config.default_local_dir / SKIPPED, step)
         own = {one.request_id: request for request in requests for one in request.sequences}
         lines: list[_RankLine] = []
         for index, one in enumerate(skipped):
@@ -389,7 +385,7 @@ class RolloutFiles:
         kind = f"val_{plan.removeprefix('val-')}" if plan.startswith("val-") else "step"
         folder = self._config.default_local_dir / SKIPPED
         self._save_all(folder, requests, step, kind)
-        path = rollout_path(folder, step, kind, compressed=self._config.compress_rollouts)
+        path = self._path(folder, step, kind)
         self._run_logger.info(f"the rollouts that end the run: {path}")
 
     def _save_all(
@@ -397,11 +393,14 @@ class RolloutFiles:
     ) -> None:
         if folder is None:
             return
-        path = rollout_path(folder, step, kind, compressed=self._config.compress_rollouts)
+        path = self._path(folder, step, kind)
         lines = [
             self._line(path, (one.batch_data_id, one.rollout_offset), one, step) for one in requests
         ]
         self._save(path, lines, step, "rollouts")
+
+    def _path(self, folder: Path, step: int, kind: str = "step") -> Path:
+        return rollout_path(folder, step, kind, compressed=self._config.compress_rollouts)
 
     def _line(
         self,

@@ -285,7 +285,9 @@ def check_owner(trainer: TrainerConfig) -> None:
     own = Path(os.path.abspath(trainer.default_local_dir))
     for key in ("rollout_data_dir", "validation_data_dir"):
         given: Path | None = getattr(trainer, key)
-        folder = own if given is None else Path(os.path.abspath(given))
+        if given is None:
+            continue
+        folder = Path(os.path.abspath(given))
         for parent in (folder, *folder.parents):
             if parent != own and parent not in own.parents and is_run(parent):
                 raise ConfigError(
