@@ -13,6 +13,8 @@ from agentrl.messages import (
 )
 
 REASONING = "Hm."
+PARALLEL_CITIES = ("Oslo", "Rome")
+"""The cities of the turn with two calls."""
 THOUGHT = f"<think>\n{REASONING}\n</think>\n\nI see."
 
 
@@ -33,6 +35,12 @@ def call_message(
     function = FunctionCall(name=name, arguments={"city": city})
     call = ToolCall(id=f"call0000{number}", function=function)
     return Message(role="assistant", content=text, tool_calls=[call])
+
+
+def parallel_calls_message(*cities: str) -> Message:
+    """Make an assistant's turn with a tool call for each city."""
+    calls = [(call_message(city, number).tool_calls or [])[0] for number, city in enumerate(cities)]
+    return Message(role="assistant", content="", tool_calls=calls)
 
 
 def result_message(text: str = "It rains.", number: int = 0, name: str = "probe_tool") -> Message:

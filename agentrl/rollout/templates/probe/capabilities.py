@@ -23,7 +23,8 @@ from agentrl.rollout.templates.probe.report import (
 )
 from agentrl.rollout.templates.probe.texts import AWKWARD, POSITIONS, TextProbe
 from agentrl.rollout.templates.probe_conversations import (
-    call_message,
+    PARALLEL_CITIES,
+    parallel_calls_message,
     reason_of,
     result_message,
     tool_schema,
@@ -55,7 +56,7 @@ def probe_template(template: ChatTemplate, tools: Tools = ()) -> TemplateReport:
     prompt = _or_none(lambda: structure.generation_prompt)
     stops = _or_none(lambda: structure.stop_token_ids) or ()
     texts = TextProbe(template)
-    example = _or_none(lambda: _write_call(template))
+    example = _or_none(lambda: _write_calls(template, ["Oslo"]))
     frames, control = _frames(template), structure.encoder.control_pattern
     # Of frames without a control token only; below, `[INST]` and the like are left out.
     missing = _missing_tokens(template, [frame for frame in frames if not control.search(frame)])
@@ -71,6 +72,7 @@ def probe_template(template: ChatTemplate, tools: Tools = ()) -> TemplateReport:
         capabilities=tuple(_probe_capability(template, c, tools) for c in Capability),
         histories=tuple(probe_history(template, history) for history in History),
         call_example=example,
+        parallel_call_example=_or_none(lambda: _write_calls(template, PARALLEL_CITIES)),
         round_trip=_is_round_trip(template),
         lost_characters=tuple(c for c in RARE if not _comes_back(template, f"a{c}b")),
         missing_tokens=_missing_tokens(template, [*frames, prompt or "", example or ""]),
@@ -175,11 +177,14 @@ _TRIALS: dict[Capability, Callable[[ChatTemplate, Tools], None]] = {
 }
 
 
-def _write_call(template: ChatTemplate) -> str | None:
+def _write_calls(template: ChatTemplate, cities: Sequence[str]) -> str | None:
+    """Write a turn that calls `probe_tool` for each city; None if the template omits a call."""
     if template.structure.call_style is None:
         return None
-    ids = encode_turn(template, call_message("Oslo"), [result_message()], [tool_schema()])
-    return template.decode(ids[:-1] if ids[-1] in template.stop_token_ids else ids)
+    results = [result_message(number=number) for number in range(len(cities))]
+    ids = encode_turn(template, parallel_calls_message(*cities), results, [tool_schema()])
+    text = template.decode(ids[:-1] if ids[-1] in template.stop_token_ids else ids)
+    return text if all(city in text for city in cities) else None
 
 
 def _is_round_trip(template: ChatTemplate) -> bool:

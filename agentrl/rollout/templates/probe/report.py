@@ -114,6 +114,8 @@ class TemplateReport:
     call_example: str | None
     """How the template writes the call of `probe_tool` with `{"city": "Oslo"}`; None if it does
     not."""
+    parallel_call_example: str | None
+    """How the template writes a turn with two calls, for `PARALLEL_CITIES`; None if it does not."""
     round_trip: bool
     """Whether outside text is unchanged after encoding and decoding."""
     lost_characters: tuple[str, ...]

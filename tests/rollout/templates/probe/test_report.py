@@ -343,6 +343,19 @@ def test_the_example_of_a_call_is_what_the_template_writes(name: str) -> None:
     assert example.split("\n")[-1] in really_written
 
 
+def test_the_example_of_two_calls_is_written_by_templates_that_write_both() -> None:
+    examples = {name: load_report(name).parallel_call_example for name in NAMES}
+    found = {name for name, example in examples.items() if example is not None}
+    # Llama 3.2's refuses a second call, gpt-oss's drops it.
+    assert found == {"glm4moe", "qwen2_5", "qwen3", "qwen3_instruct_2507"}
+    for name in found:
+        single = load_report(name).call_example
+        assert single is not None
+        two = str(examples[name])
+        assert two.startswith(single)
+        assert two.index("Oslo") < two.index("Rome")
+
+
 def test_stop_tokens_are_ends_of_turns_and_no_others() -> None:
     stops = {name: set(load_report(name).stop_tokens) for name in NAMES}
     eos = load_tokenizer().eos_token
