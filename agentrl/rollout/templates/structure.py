@@ -281,7 +281,9 @@ class TemplateStructure:
         source, special = self.renderer.source, self.encoder.special
         in_use = {t for t in self.encoder.control if t not in special or t in source}
         stops = {t for t in in_use if self.encoder.added[t] in self.stop_token_ids}
-        return any_of(in_use - stops - self._frame_tokens - self._placeholders)
+        # A tag that opens every turn of a template is part of its frame, and a policy may write it.
+        frames = self._frame_tokens.difference(*self.thought_tags.items())
+        return any_of(in_use - stops - frames - self._placeholders)
 
     @property
     def preface(self) -> tuple[Node, ...]:
