@@ -15,7 +15,7 @@ class Fault(StrEnum):
     """Whose fault a failed request is."""
 
     MODEL = "model"
-    """The policy: a malformed call under `stop`, or calls that the chat template refuses."""
+    """The policy: a malformed call under `stop`."""
     TOOL = "tool"
     """A tool failed in create, calc_reward or release; in a call under `on_tool_failure: fail`."""
     INTERACTION = "interaction"
@@ -28,7 +28,8 @@ class Fault(StrEnum):
     """A scorer raised, timed out, or returned a value that is not a finite number."""
     LIMIT = "limit"
     """The request ran out of time, the run was stopped, or the row needs something that the run
-    does not have (a tool, an interaction, enough tokens for its prompt)."""
+    does not have (a tool, an interaction, enough tokens for its prompt, a chat template that can
+    show its tool results)."""
 
 
 class AgentRLError(Exception):

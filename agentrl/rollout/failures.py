@@ -18,6 +18,7 @@ from agentrl.errors import (
     Fault,
     InteractionError,
     RolloutError,
+    TemplateError,
     ToolCallError,
     ToolLifeError,
     text_of,
@@ -46,6 +47,7 @@ _FAULT_OF_TYPE = {
     InteractionError: Fault.INTERACTION,
     ToolLifeError: Fault.TOOL,
     ToolCallError: Fault.TOOL,
+    TemplateError: Fault.LIMIT,
 }
 _FAULT_IN_STATE = {
     RequestState.PENDING: Fault.LIMIT,

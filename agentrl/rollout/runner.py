@@ -418,7 +418,8 @@ class _Run:
             context.caller.check_answerable(self.calls, context.template, request.tool_schemas)
         except TemplateError as error:
             self._record_calls(turn, skip_calls(self.calls))
-            return self._refuse_calls(turn, error)
+            _explain_unshown(turn, error)
+            raise
         found = await context.caller.answer(self.calls, self.tools)
         self.subagents.attach()
         waited = Waiting(started, time.monotonic() - started)
@@ -432,21 +433,14 @@ class _Run:
         try:
             observed = await self._observe([message for message, _ in shown], "tool", waited)
         except TemplateError as error:
-            return self._refuse_calls(turn, error)
+            _explain_unshown(turn, error)
+            raise
         if observed:
             for _, media in shown:
                 request.add_media(media)
         if any(observation.should_stop for observation in found):
             return StopReason.TOOL_ENDED
         return RequestState.RUNNING if observed else request.nearest_limit
-
-    def _refuse_calls(self, turn: Turn, error: TemplateError) -> StopReason:
-        """End the request: the template cannot show the answers, such as two tools in one turn."""
-        for call in turn.calls:
-            is_skipped = call.outcome == CallOutcome.SKIPPED
-            what = "not executed" if is_skipped else "not shown to the model"
-            call.message = call.message or f"{what}: {error.args[0]}"
-        return StopReason.MALFORMED_CALL
 
     # INTERACTING
 
@@ -527,6 +521,14 @@ class _Run:
         if num_tokens < settings.trigger_tokens:
             return None
         return Message(role="user", content=settings.instruction)
+
+
+def _explain_unshown(turn: Turn, error: TemplateError) -> None:
+    """Record that the template cannot show the answers to the calls, as those of two tools."""
+    for call in turn.calls:
+        is_skipped = call.outcome == CallOutcome.SKIPPED
+        what = "not executed" if is_skipped else "not shown to the model"
+        call.message = call.message or f"{what}: {error.args[0]}"
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from cachetools import LRUCache
 
-from agentrl.errors import ToolCallError
+from agentrl.errors import TemplateError, ToolCallError
 from agentrl.messages import (
     CallOutcome,
     ContentPart,
@@ -29,6 +29,10 @@ from agentrl.rollout.tool_parsers import MalformedCall, ParsedCall, ParsedTurn, 
 from agentrl.rollout.tool_parsers.base import Span
 from agentrl.tools.runtime.instance import ToolOutcome
 from agentrl.tools.runtime.session import ToolSession
+
+
+UNREAD_NAME = "unknown"
+"""Name of the tool in the answer to a call of which no name can be read."""
 
 
 class CheckedCalls(NamedTuple):
@@ -176,6 +180,8 @@ class ToolCaller:
         self._parser = parser
         self._fit = fit
         self._answerable: LRUCache[Any, Sequence[OpenAIFunctionToolSchema]] = LRUCache(1024)
+        self._unread_name: str | None = None
+        """Name of the tool in an answer to a call without one, if the template writes names."""
 
     async def answer(self, checked: CheckedCalls, session: ToolSession) -> list[Observation]:
         """Answer every call of a turn, in the order of the calls.
@@ -212,10 +218,24 @@ class ToolCaller:
         names = tuple((call.name, call.id) for call in calls)
         key = (template, tuple(map(id, tools)), names)
         if key not in self._answerable:
-            outline = [self._message("?", call.name or None, call.id) for call in calls]
-            template.plan_delta(outline, tools=tools)
+            try:
+                self._outline(calls, template, tools)
+            except TemplateError:
+                if self._unread_name or all(call.name for call in calls):
+                    raise
+                self._unread_name = UNREAD_NAME
+                self._outline(calls, template, tools)
             # The value refers to the tools, so that no later tool has an `id` of the key.
             self._answerable[key] = tuple(tools)
+
+    def _outline(
+        self,
+        calls: Sequence[ParsedCall | MalformedCall],
+        template: ChatTemplate,
+        tools: Sequence[OpenAIFunctionToolSchema],
+    ) -> None:
+        outline = [self._message("?", call.name or None, call.id) for call in calls]
+        template.plan_delta(outline, tools=tools)
 
     def show(
         self, response: ToolResponse, *, tool: str | None, call_id: str | None = None
@@ -234,7 +254,8 @@ class ToolCaller:
         role = self._parser.result_role
         if role != "tool":
             return Message(role=role, content=content)
-        return Message(role=role, content=content, tool_call_id=call_id, name=tool)
+        name = tool or self._unread_name
+        return Message(role=role, content=content, tool_call_id=call_id, name=name)
 
     def _observe(self, outcome: ToolOutcome) -> Observation:
         call, response = outcome.call, outcome.response

@@ -115,6 +115,9 @@ class BaseTool:
         tool_schema: Shown to the model; None: the result of `get_openai_tool_schema`.
     """
 
+    returns_images: bool = False
+    """Whether results have images, so that a run needs a chat template that shows them. A tool
+    that does not declare it may return them too."""
     required_resources: Mapping[str, float] = MappingProxyType({})
     """`resources` of the tool's entry in the YAML."""
     remote_object: RemoteObject | None = None

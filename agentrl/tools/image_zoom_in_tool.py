@@ -60,6 +60,7 @@ class ImageZoomInTool(BundledTool):
     `images`, in any form that a row's column may have.
     """
 
+    returns_images = True
     keys_class = ImageZoomInToolConfig
     default_schema = OpenAIFunctionToolSchema.model_validate(
         {"type": "function", "function": _SCHEMA}

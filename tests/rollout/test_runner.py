@@ -293,17 +293,20 @@ class RefusingTemplate:
         raise TemplateError("results of two tools", template="t", role="tool")
 
 
-async def test_calls_that_the_template_cannot_answer_are_the_models_doing():
+async def test_the_policy_is_not_blamed_for_calls_that_the_template_cannot_answer():
     tool = FakeTool()
     engine = make_engine(CALL)
     context = make_context(engine, tools=[tool])
     refusing: Any = RefusingTemplate(context.template)
     request = await roll_out(engine, replace(context, template=refusing))
-    assert request.stop_reason is StopReason.MALFORMED_CALL
+    assert request.stop_reason is StopReason.FAILED
+    assert request.error is not None
+    assert request.error.fault is Fault.LIMIT
+    assert "results of two tools" in request.error.message
     assert outcomes(request) == ["skipped"]
     assert request.turns[0].calls[0].message == "not executed: results of two tools"
     assert "execute" not in next(iter(tool.lives.values()))
-    assert request.in_baseline
+    assert not request.in_baseline
 
 
 @pytest.mark.parametrize("depth", [60, 80, 300, 900])

@@ -231,8 +231,13 @@ class TurnFrames:
         if num_calls and self.calls:
             text = self.calls.sub("", text).strip()
         text = text.removesuffix(self.after)
-        if self.field and text.startswith(self.thought) and self.between in text:
-            thought, _, answer = text.removeprefix(self.thought).partition(self.between)
+        # A parser strips what is left after it removed the calls.
+        between = self.between.strip() if num_calls else self.between
+        if self.field and text.startswith(self.thought) and between in text:
+            thought, _, answer = text.removeprefix(self.thought).partition(between)
+            if num_calls:
+                head, tail = self.between.split(between, 1)
+                thought, answer = thought.removesuffix(head), answer.removeprefix(tail)
             return Framed(answer, {self.field: thought})
         if self.before:
             text = text.removeprefix(self.before)
@@ -251,9 +256,9 @@ def find_frames(template: ChatTemplate, parser: ToolParser) -> TurnFrames:
     calls = _find_wrapper(template, parser)
     try:
         before, after = _find_answer(template)
-        field, thought, between = _find_thought(template, after)
     except TemplateError:
-        return TurnFrames(opening, calls=calls)
+        before = after = ""  # the template opens an older answer without a thought differently
+    field, thought, between = _find_thought(template, after)
     return TurnFrames(opening, before, after, field, thought, between, calls)
 
 
@@ -342,5 +347,8 @@ def _find_wrapper(template: ChatTemplate, parser: ToolParser) -> re.Pattern[str]
         return None
     before, after = text[: spans[0][0]].strip(), text[spans[0][1] :].strip()
     if not before or not after:
-        return None  # a thought, say
+        # A thought is no wrapper; a token of the format before or after each call is one.
+        alone = template.structure.policy_tokens.fullmatch(before + after)
+        is_thought = before + after in template.structure.thought_tags.values()
+        return re.compile(re.escape(before + after)) if alone and not is_thought else None
     return re.compile(re.escape(before) + r"\s*" + re.escape(after))

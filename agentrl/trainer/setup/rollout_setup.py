@@ -135,7 +135,9 @@ def template_needs(config: RunConfig, plugins: Plugins) -> TemplateNeeds:
     # Every format that is derived from a template's own calls answers with the role `tool`.
     by_role = name is None or get_tool_parser(name).result_role == "tool"
     return TemplateNeeds(
+        system=False,  # the rows say it: see `check_system_messages`
         tools=has_tools and by_role,
+        tool_images=any(tool.returns_images for tool in plugins.tools),
         interaction=bool(plugins.interactions) or (has_tools and not by_role),
         compaction=config.rollout.multi_turn.compaction is not None
         or any(isinstance(tool, DelegateTool) and tool.has_compaction for tool in plugins.tools),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from agentrl.errors import TemplateError
+from agentrl.media.records import MediaKind
 from agentrl.messages import Message
 from agentrl.rollout.templates.assistant_turn import encode_turn
 from agentrl.rollout.templates.cutting import slots_in_order
@@ -159,6 +160,25 @@ def _try_delta(*messages: Message, opens: bool) -> Callable[[ChatTemplate, Tools
     return attempt
 
 
+def _try_parallel_calls(template: ChatTemplate, tools: Tools) -> None:
+    _write_calls(template, PARALLEL_CITIES)
+
+
+def _try_tool_images(template: ChatTemplate, tools: Tools) -> None:
+    """Check that an image in a tool result becomes a placeholder."""
+    if template.media is None:
+        raise TemplateError("the model reads text only")
+    read = template.read([result_message()], [tool_schema()])
+    texts = [{"type": "text", "text": node["content"]} for node in read.nodes]
+    nodes = [read.nodes[0] | {"content": [{"type": "image"}, *texts]}]
+    found = template.structure.finder(read.tools.nodes, read.tools.slots).find(
+        nodes, read.message_slots
+    )
+    written = "".join(piece for piece in found.pieces if isinstance(piece, str))
+    if template.media.placeholders[MediaKind.IMAGE] not in written:
+        raise TemplateError("the template writes no placeholder for it")
+
+
 _TRIALS: dict[Capability, Callable[[ChatTemplate, Tools], None]] = {
     Capability.GENERATION_PROMPT: _try_generation_prompt,
     Capability.WITHOUT_TOOLS: _try_without_tools,
@@ -166,6 +186,8 @@ _TRIALS: dict[Capability, Callable[[ChatTemplate, Tools], None]] = {
     Capability.TOOLS: _try_tools,
     Capability.CALLS: _try_calls,
     Capability.TOOL_RESULT: _try_delta(result_message(), opens=False),
+    Capability.PARALLEL_CALLS: _try_parallel_calls,
+    Capability.TOOL_IMAGES: _try_tool_images,
     Capability.PARALLEL_RESULTS: _try_delta(
         result_message("Rain.", 0, "first_tool"),
         result_message("Sun.", 1, "second_tool"),
@@ -177,14 +199,19 @@ _TRIALS: dict[Capability, Callable[[ChatTemplate, Tools], None]] = {
 }
 
 
-def _write_calls(template: ChatTemplate, cities: Sequence[str]) -> str | None:
-    """Write a turn that calls `probe_tool` for each city; None if the template omits a call."""
-    if template.structure.call_style is None:
-        return None
+def _write_calls(template: ChatTemplate, cities: Sequence[str]) -> str:
+    """Write a turn that calls `probe_tool` for each city.
+
+    Raises:
+        TemplateError: if the template refuses or omits a call.
+    """
+    _try_calls(template, ())
     results = [result_message(number=number) for number in range(len(cities))]
     ids = encode_turn(template, parallel_calls_message(*cities), results, [tool_schema()])
     text = template.decode(ids[:-1] if ids[-1] in template.stop_token_ids else ids)
-    return text if all(city in text for city in cities) else None
+    if not all(city in text for city in cities):
+        raise TemplateError("the template leaves out a call of a turn with several")
+    return text
 
 
 def _is_round_trip(template: ChatTemplate) -> bool:

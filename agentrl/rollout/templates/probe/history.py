@@ -16,9 +16,11 @@ from agentrl.rollout.templates.assistant_turn import encode_turn, follow_prompt,
 from agentrl.rollout.templates.check import check_ledger
 from agentrl.rollout.templates.probe.report import Capability, History, HistoryReport
 from agentrl.rollout.templates.probe_conversations import (
+    PARALLEL_CITIES,
     REASONING,
     answer_message,
     call_message,
+    parallel_calls_message,
     reason_of,
     result_message,
     tool_schema,
@@ -37,16 +39,22 @@ _CONVERSATIONS: dict[History, list[Message]] = {
     History.CALL_BEFORE_TOOL: [user_message(), call_message("Oslo"), result_message()],
     History.TWO_TOOL_ROUNDS: [
         *(user_message(), call_message("Oslo"), result_message()),
-        *(call_message("Bern", 1), result_message("The sun shines.", 1)),
+        *(call_message("Bern", 1), result_message("The sun shines.", 1), answer_message("Done.")),
+    ],
+    History.PARALLEL_CALLS: [
+        *(user_message(), parallel_calls_message(*PARALLEL_CITIES), result_message()),
+        *(result_message("The sun shines.", 1), answer_message("Done.")),
     ],
     History.TOOL_ROUND_BEFORE_USER: [
         *(user_message(), call_message("Oslo"), result_message(), answer_message("It rains.")),
         *(user_message("And now?"), call_message("Bern", 1), result_message("The sun shines.", 1)),
+        answer_message("Done."),
     ],
 }
 _WITH_THOUGHTS = {
     History.THOUGHT_BEFORE_USER: History.ANSWER_BEFORE_USER,
     History.THOUGHT_BEFORE_TOOL: History.TWO_TOOL_ROUNDS,
+    History.THOUGHT_OF_ROUND_BEFORE_USER: History.TOOL_ROUND_BEFORE_USER,
 }
 
 _EMPTY_THOUGHT = "|".join(
@@ -55,9 +63,11 @@ _EMPTY_THOUGHT = "|".join(
 
 
 class _Finding(NamedTuple):
-    """What is wrong with a conversation; both fields empty: nothing."""
+    """What is wrong with a conversation; empty: nothing."""
 
     rewrites: str = ""
+    rewrites_empty: str = ""
+    """The difference if the policy writes the empty thought that the template writes."""
     is_cut: bool = False
     """Whether a turn ends before its text is complete."""
 
@@ -72,49 +82,74 @@ def probe_history(template: ChatTemplate, history: History) -> HistoryReport:
     Some templates write an empty thought before an answer, which a policy may omit. The
     conversation is sampled with and without it, and the better result counts.
     """
-    conversation = _CONVERSATIONS[_WITH_THOUGHTS.get(history, history)]
+    conversation = plain = _CONVERSATIONS[_WITH_THOUGHTS.get(history, history)]
+    preface = template.structure.preface
     try:
+        opens = template.starts_in_thought
         # After a prompt that opens a thought, each turn contains one.
-        thinks = history in _WITH_THOUGHTS or template.starts_in_thought
-        if thinks and not template.structure.closes_thought:
-            conversation = [_thinking(template, message) for message in conversation]
-        found = _examine(template, with_preface(template.structure.preface, conversation))
+        if (opens or history in _WITH_THOUGHTS) and not template.structure.closes_thought:
+            conversation = [_thinking(template, message, REASONING) for message in plain]
+        found = _examine(template, with_preface(preface, conversation))
     except TemplateError as error:
         return HistoryReport(history, None, reason_of(error))
-    after_system = ""
-    if not found.rewrites and not template.structure.preface:
-        try:
-            after_system = _examine(template, [_SYSTEM, *conversation]).rewrites
-        except TemplateError:
-            after_system = ""  # the capabilities report that system messages are refused
-    return HistoryReport(history, not found.rewrites, found.rewrites, found.is_cut, after_system)
+    after_system, rewrites_empty = "", found.rewrites_empty
+    if not found.rewrites and not preface and _takes_system(template):
+        after_system = _rewrites(template, [_SYSTEM, *conversation])
+    if not found.rewrites and opens:
+        empty = [_thinking(template, message, "") for message in plain]
+        rewrites_empty = _rewrites(template, with_preface(preface, empty))
+    return HistoryReport(
+        history,
+        not found.rewrites,
+        found.rewrites,
+        found.is_cut,
+        after_system,
+        rewrites_empty,
+    )
 
 
-def _thinking(template: ChatTemplate, message: Message) -> Message:
+def _takes_system(template: ChatTemplate) -> bool:
+    try:
+        template.encode_prompt([_SYSTEM, user_message()])
+    except TemplateError:
+        return False  # the capabilities say so
+    return True
+
+
+def _rewrites(template: ChatTemplate, conversation: Sequence[Message]) -> str:
+    """Return what the template rewrites, or why it refuses the conversation; empty if neither."""
+    try:
+        return _examine(template, conversation).rewrites
+    except TemplateError as error:
+        return reason_of(error)
+
+
+def _thinking(template: ChatTemplate, message: Message, thought: str) -> Message:
     """Add a thought to an assistant message, in the template's own form."""
     if message.role != "assistant":
         return message
     if field := template.structure.reasoning_field:
-        return message.model_copy(update={field: REASONING})
+        return message.model_copy(update={field: thought})
     said = message.text or "I see."
     opening, closing = next(iter(template.structure.thought_tags.items()))
-    content = f"{opening}\n{REASONING}\n{closing}\n\n{said}"
+    content = f"{opening}\n{thought}\n{closing}\n\n{said}"
     return message.model_copy(update={"content": content})
 
 
 def _examine(template: ChatTemplate, conversation: Sequence[Message]) -> _Finding:
     try:
-        differences = _play(template, conversation, bare=False)
-        if differences:
-            differences = min(differences, _play(template, conversation, bare=True), key=len)
+        differences = full = _play(template, conversation, bare=False)
+        if full:
+            differences = min(full, _play(template, conversation, bare=True), key=len)
     except _CutError as cut:
         return _Finding(str(cut), is_cut=True)
-    if not differences:
+    if not full:
         return _Finding()
-    first = differences[0]
+    first = differences[0] if differences else full[0]
     if first.kind == "missing":
         raise TemplateError(first.expected)
-    return _Finding(f"sampled {first.actual!r}, rendered {first.expected!r}")
+    what = f"sampled {first.actual!r}, rendered {first.expected!r}"
+    return _Finding(what) if differences else _Finding(rewrites_empty=what)
 
 
 def _play(
@@ -131,8 +166,9 @@ def _play(
         end = len(response_ids) + len(sampled)
         turns.append(Turn(index=len(turns), role="assistant", start=len(response_ids), end=end))
         response_ids += sampled
-        response_ids += template.encode_delta(replies, last_ids=sampled, tools=tools).ids
-    return check_ledger(
+        if replies:
+            response_ids += template.encode_delta(replies, last_ids=sampled, tools=tools).ids
+    found = check_ledger(
         template,
         conversation,
         tools,
@@ -141,6 +177,9 @@ def _play(
         turns=turns,
         mode="strict",
     )
+    # A last answer makes the turns before it older ones, and is no older turn itself.
+    is_older = conversation[-1].role != "assistant"
+    return [difference for difference in found if is_older or difference.turn < turns[-1].index]
 
 
 def _sample(
@@ -157,11 +196,16 @@ def _sample(
     *ids, stop = encode_turn(template, message, replies, tools)
     text = template.decode(ids)
     said = [*message.text.split()[-1:], REASONING if REASONING in spoken_text(message) else ""]
+    calls = message.tool_calls or []
+    if any(str(call.function.arguments["city"]) not in text for call in calls):
+        raise TemplateError("the template leaves out a call of a turn with several")
     if any(word not in text for word in said):
         # The template does not write this text in a turn, or not before a call; a policy can.
         call = f"\n{text.lstrip()}" if message.tool_calls else ""
-        text = follow_prompt(template.structure, spoken_text(message) + call)
-        ids = template.encode_policy_text(text)
+        text = spoken_text(message) + call
+    if (followed := follow_prompt(template.structure, text)) != template.decode(ids):
+        # The turn closes the thought that its prompt opened.
+        text, ids = followed, template.encode_policy_text(followed)
     if bare:
         ids = template.encode_policy_text(re.sub(_EMPTY_THOUGHT, "", text))
     return _up_to_stop(template, message, [*ids, stop])

@@ -38,7 +38,9 @@ class Capability(StrEnum):
     TOOLS = "tools in the prompt"
     CALLS = "tool calls of the assistant"
     TOOL_RESULT = "tool result"
+    PARALLEL_CALLS = "several tool calls of a turn"
     PARALLEL_RESULTS = "several tool results"
+    TOOL_IMAGES = "images in a tool result"
     PROMPT_AFTER_TOOL = "generation prompt after a tool"
     USER_AFTER_ASSISTANT = "user after an assistant"
     USER_AFTER_TOOL = "user after a tool"
@@ -52,7 +54,9 @@ class History(StrEnum):
     CALL_BEFORE_TOOL = "a tool call, when its result follows"
     THOUGHT_BEFORE_TOOL = "a thought before a tool call"
     TWO_TOOL_ROUNDS = "two rounds of tools"
+    PARALLEL_CALLS = "two tool calls of a turn, when their results follow"
     TOOL_ROUND_BEFORE_USER = "a tool call and its answer, when a user follows"
+    THOUGHT_OF_ROUND_BEFORE_USER = "thoughts before a tool call and its answer, when a user follows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,8 @@ class HistoryReport:
     """Whether a stop token ends a turn before its text is complete."""
     after_system: str = ""
     """The difference if the conversation starts with a system message, and only then."""
+    rewrites_empty: str = ""
+    """The difference if the policy writes an empty thought, and only then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +135,21 @@ class TemplateReport:
     @property
     def notes(self) -> list[str]:
         """Warnings about the template for the start of a run, a sentence each."""
-        if not self.missing_tokens:
-            return []
-        missing = ", ".join(self.missing_tokens)
-        return [
-            f"the chat template {self.template!r} writes {missing} as control tokens, which the "
-            "tokenizer does not have: they are plain text, and users and tools can write them"
-        ]
+        notes: list[str] = []
+        if self.missing_tokens:
+            missing = ", ".join(self.missing_tokens)
+            notes.append(
+                f"the chat template {self.template!r} writes {missing} as control tokens, which "
+                "the tokenizer does not have: they are plain text, and users and tools can write "
+                "them"
+            )
+        emptied = (found.rewrites_empty for found in self.histories if found.rewrites_empty)
+        if self.starts_in_thought and (what := next(emptied, "")):
+            notes.append(
+                f"the generation prompt of the chat template {self.template!r} opens a thought; if "
+                f"the policy leaves it empty, older turns are rendered without it: {what}"
+            )
+        return notes
 
     def text(self, position: str) -> TextReport:
         """Return the report on the texts of a position."""
@@ -181,12 +195,14 @@ class TemplateReport:
 class TemplateNeeds:
     """What a run requires of its template."""
 
-    system: bool = False
-    """Rows have system messages."""
+    system: bool | None = None
+    """Whether conversations have system messages; None: they may have."""
     tools: bool = False
     """The prompt contains tools, and the policy calls them."""
     parallel_results: bool = False
     """Several calls of one turn may be answered."""
+    tool_images: bool = False
+    """A tool returns images."""
     interaction: bool = False
     """A user answers the policy."""
     compaction: bool = False
@@ -206,7 +222,9 @@ class TemplateNeeds:
         needed += [Capability.SYSTEM] if self.system else []
         if self.tools:
             needed += [Capability.TOOLS, Capability.TOOL_RESULT, Capability.PROMPT_AFTER_TOOL]
-        needed += [Capability.PARALLEL_RESULTS] if self.tools and self.parallel_results else []
+        if self.tools and self.parallel_results:
+            needed += [Capability.PARALLEL_RESULTS, Capability.PARALLEL_CALLS]
+        needed += [Capability.TOOL_IMAGES] if self.tools and self.tool_images else []
         needed += [Capability.USER_AFTER_ASSISTANT] if self.interaction else []
         needed += [Capability.USER_AFTER_TOOL] if self.tools and self.compaction else []
         return needed
@@ -228,7 +246,9 @@ class TemplateNeeds:
             History.CALL_BEFORE_TOOL: self.tools,
             History.THOUGHT_BEFORE_TOOL: self.tools and thoughts,
             History.TWO_TOOL_ROUNDS: self.tools,
+            History.PARALLEL_CALLS: self.tools and self.parallel_results,
             History.TOOL_ROUND_BEFORE_USER: self.tools and self.interaction,
+            History.THOUGHT_OF_ROUND_BEFORE_USER: self.tools and self.interaction and thoughts,
         }
         return [report.history(history) for history, is_asked in asked.items() if is_asked]
 
@@ -310,7 +330,7 @@ def _require_histories(report: TemplateReport, needs: TemplateNeeds) -> None:
             "the template writes at the end of a turn only",
         )
     rewritten = [found for found in asked if found.stable is False]
-    if needs.system:
+    if needs.system is not False:
         rewritten += [found for found in asked if found.after_system]
     if rewritten and needs.sanity_check == "strict":
         raise _rewriting(report, rewritten, _LAXER)
@@ -375,6 +395,8 @@ def _describe_history(report: HistoryReport) -> str:
         return f"no: {report.difference}"
     if report.after_system:
         return f"yes, but not after a system message: {report.after_system}"
+    if report.rewrites_empty:
+        return f"yes, but not an empty thought: {report.rewrites_empty}"
     return "yes" if report.stable else f"no, rewrites history: {report.difference}"
 
 
