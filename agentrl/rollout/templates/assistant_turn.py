@@ -258,7 +258,7 @@ def find_frames(template: ChatTemplate, parser: ToolParser) -> TurnFrames:
         before, after = _find_answer(template)
     except TemplateError:
         before = after = ""  # the template opens an older answer without a thought differently
-    field, thought, between = _find_thought(template, after)
+    field, thought, between = _find_thought(template, opening, after)
     return TurnFrames(opening, before, after, field, thought, between, calls)
 
 
@@ -280,7 +280,7 @@ def _find_answer(template: ChatTemplate) -> tuple[str, str]:
     return ("", "") if is_read else (before, after)
 
 
-def _find_thought(template: ChatTemplate, after: str) -> tuple[str, str, str]:
+def _find_thought(template: ChatTemplate, opening: str, after: str) -> tuple[str, str, str]:
     """Return the field of a thought and its frame, if the template needs the field."""
     for field in THOUGHT_FIELDS:
         try:
@@ -296,7 +296,8 @@ def _find_thought(template: ChatTemplate, after: str) -> tuple[str, str, str]:
         except TemplateError:
             continue
         if len(found) == 3 and found[1].strip():
-            inside = _render(template.structure, content=f"{found[0]}Hm.{found[1]}Yes.{after}")
+            content = f"{opening}{found[0]}Hm.{found[1]}Yes.{after}"
+            inside = _render(template.structure, content=content)
             return ("", "", "") if inside == rendered else (field, found[0], found[1])
     return "", "", ""
 
