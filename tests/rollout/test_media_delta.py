@@ -15,11 +15,18 @@ from PIL import Image
 from agentrl.collate import collate
 from agentrl.data.rows import Prompt
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.errors import Fault, RolloutError, TemplateError
 from agentrl.media.records import MediaKind
 from agentrl.messages import ContentPart, Message, ToolResponse
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
-from agentrl.rollout.templates import ChatTemplate
+from agentrl.rollout.templates import (
+    Capability,
+    ChatTemplate,
+    TemplateNeeds,
+    probe_template,
+    require,
+)
 from tests.fakes.plugins import FakeTool, make_context, make_manager
 from tests.fakes.vision_chat import VISION_TEMPLATE, make_vision_template
 from tests.fakes.vision_models import FAMILIES, make_hf_processor, make_tokenizer, random_picture
@@ -148,3 +155,31 @@ def test_a_sampled_placeholder_ends_the_request() -> None:
     assert request.stop_reason is StopReason.SAMPLED_PLACEHOLDER, request.error
     assert len(engine.records) == 1
     assert len(request.media_spans) == 1
+
+
+TEXTS_ONLY = {
+    "drops images": "message.content if message.content is string else "
+    "(message.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)",
+    "refuses parts": "'' + message.content",
+}
+
+
+@pytest.mark.parametrize("what", TEXTS_ONLY)
+def test_the_policy_is_not_blamed_if_the_template_shows_no_images_of_tools(what: str) -> None:
+    source = VISION_TEMPLATE.replace("show(message.content)", TEXTS_ONLY[what], 1)
+    template = make_vision_template("qwen2_5_vl", source)
+    pictures = draw_pictures(same_size=True)
+    replies = [ToolResponse(text="The next picture: ", image=[pictures[1]])]
+    with pytest.raises(RolloutError) as failed:
+        roll_out(template, pictures[0], replies, "A dog.")
+    assert f"1 x {Fault.LIMIT}: TemplateError" in str(failed.value)
+    report = probe_template(template)
+    require(report, TemplateNeeds(tools=True))
+    with pytest.raises(TemplateError, match="images in a tool result"):
+        require(report, TemplateNeeds(tools=True, tool_images=True))
+
+
+def test_a_tool_that_returns_images_starts_with_a_template_that_shows_them() -> None:
+    report = probe_template(make_vision_template("qwen2_5_vl"))
+    assert report.carries(Capability.TOOL_IMAGES)
+    require(report, TemplateNeeds(tools=True, tool_images=True))

@@ -28,6 +28,7 @@ from tests.fakes.plugins import (
     make_context,
     make_engine,
     make_request,
+    tiny_tokenizer,
 )
 
 ASKED = {"name": "fake"}
@@ -307,6 +308,28 @@ async def test_the_policy_is_not_blamed_for_calls_that_the_template_cannot_answe
     assert request.turns[0].calls[0].message == "not executed: results of two tools"
     assert "execute" not in next(iter(tool.lives.values()))
     assert not request.in_baseline
+
+
+NAMES_CALLS = (
+    "{% set ns = namespace(name=none) %}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'tool' %}{{ m.name or ns.name }}: {% endif %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{% set ns.name = c.function.name %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Writes the name of the tool with its result, and takes it from the call if it is missing."""
+
+
+async def test_a_call_without_a_readable_name_is_answered_if_the_template_writes_names():
+    template = ChatTemplate(tiny_tokenizer(), custom_template=NAMES_CALLS)
+    engine = make_engine("<tool_call>{oops</tool_call>", CALL, "Bern.")
+    context = make_context(engine, tools=[FakeTool()], template=template)
+    request = await roll_out(engine, context)
+    assert request.stop_reason is StopReason.ANSWERED
+    assert outcomes(request) == ["malformed", "ok"]
+    assert "<|im_start|>tool\nunknown: Error: " in response(request)
+    assert "<|im_start|>tool\nlookup: found Bern" in response(request)
 
 
 @pytest.mark.parametrize("depth", [60, 80, 300, 900])
