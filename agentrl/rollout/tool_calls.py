@@ -30,7 +30,6 @@ from agentrl.rollout.tool_parsers.base import Span
 from agentrl.tools.runtime.instance import ToolOutcome
 from agentrl.tools.runtime.session import ToolSession
 
-
 UNREAD_NAME = "unknown"
 """Name of the tool in the answer to a call of which no name can be read."""
 
