@@ -163,9 +163,8 @@ def _explained(attempt: _Attempt[T]) -> _Attempt[T]:
         return attempt
     explained = PluginError(
         f"it needs the main thread of a process, and it runs on another thread: {words_of(error)}",
-        expected="for a reward function, reward.manager: prime; for a tool or an interaction, "
-        "isolation: process; or no signals (math_verify: parsing_timeout=None and "
-        "timeout_seconds=None)",
+        expected="a reward function: reward.manager: prime; a tool: an async def and isolation: "
+        "process; other code: no signals (math_verify: parsing_timeout=None, timeout_seconds=None)",
     )
     explained.__cause__ = error
     return _Attempt(error=explained)
