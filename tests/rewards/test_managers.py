@@ -28,6 +28,7 @@ from agentrl.rollout.records import Failure
 from agentrl.rollout.states import RequestState
 from agentrl.sandbox.factory import SharedSandbox
 from tests.fakes import scorers as fakes_scorers
+from tests.fakes.requests import build_request, said
 from tests.fakes.sandbox import BusySandbox
 from tests.fakes.scorers import MISBEHAVIORS, PROCESS_ENDS, Counter, answers, by_path, score
 
