@@ -13,10 +13,12 @@ import logging
 import re
 import threading
 from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from functools import lru_cache
+from numbers import Number
 from typing import Any, Literal
 
-from agentrl.errors import MissingExtraError
+from agentrl.errors import MissingExtraError, RewardError
 from agentrl.plugins.environment import install_command
 
 Method = Literal["strict", "flexible"]
@@ -28,9 +30,46 @@ LONGEST_ANSWER = 1000
 
 _BEGIN_OF_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 
-_NUMBER = r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-_STRICT = re.compile(rf"####\s*({_NUMBER})")
-_ANY = re.compile(_NUMBER)
+# Numbers. A sign, currency and marks of emphasis may be in front; `[^\S\n]` is a space of one line.
+_MINUS = r"\-\u2212\u2013\ufe63"
+_LEAD = (
+    rf"((?:(?<![A-Za-z\d)\]}}])[+{_MINUS}]|(?:[*_`(\[{{\u20ac\u00a3\u00a5\u20b9]|\\?\$|\\[(\[]"
+    r"|\\(?:boxed|fbox|text|mathbf|mathrm|left)\s*\{?)[^\S\n]*+){0,12}+)"
+)
+_DIGITS = r"(?:\d{1,3}(?:(?:,|\{,\}|\\[,! ]|[ \u00a0\u2009\u202f])\d{3})+(?!\d)|\d+)"
+_DECIMAL = (
+    rf"((?:{_DIGITS}(?:\.\d+)?|(?<![\w.])\.\d+)(?:\s?(?:\\times|\\cdot|\u00d7)\s?10\^\{{?-?\d+\}}?"
+    rf"|[eE][-+]?\d+|[^\S\n]?/[^\S\n]?\d+)?)"
+)
+# What may not follow a number: more of it, of an expression, of a range, of a list of numbers.
+_END = (
+    r"(?!\d|[.,:]\d|[\^_][A-Za-z\d{\\-]|\*{1,2}[-.]?\d|\(\w|[a-fi-kn-rt-zA-KM-Z\u03c0\u00bc-\u00be](?![A-Za-z])"
+    r"|(?:pi|sqrt)(?![a-z])|[^\S\n]*\\(?:[dt]?frac|sqrt|pi|times|cdot|div|pm)(?![a-z])"
+    r"|[*_`$)\]}%]*+[^\S\n]+\\?\$?\d"
+    rf"|[*_`$)\]}}%]*+[^\S\n]*(?:[+*/^:,x\u00d7\u00f7\u00b7\u00b1{_MINUS}]|(?:[A-Za-z]+[^\S\n]+)?"
+    r"\b(?:or|and|to)\b|(?:dollars?|feet|hours?|minutes?|pounds?|years?|days?|weeks?)\b)"
+    r"[^\S\n]*[$(\\{*-]*\.?\d)"
+)
+_STRICT = re.compile(
+    rf"####\s*+(?:(?:(?![A-Za-z]{{2}}|####)[^=\n]){{0,200}}=[^\S\n]*){{0,5}}{_LEAD}{_DECIMAL}{_END}"
+)
+_ANY = re.compile(rf"(?<!\d)(?<!\d[.,/:^])(?<!\b[A-Za-z])(?<![A-Za-z]_){_LEAD}{_DECIMAL}{_END}")
+_OPERAND = re.compile(
+    r"\d(?:\*\*?|[/+^x\u00d7\u00f7\u00b7(]|[^\S\n]?(?:\\times|\\cdot|\\div)[^\S\n]?"
+    rf"|[^\S\n]+[*/+x\u00d7\u00f7\u00b7{_MINUS}][^\S\n]+)\Z"
+)
+_VALUE = re.compile(rf"\s*([+{_MINUS}]?(?:\\?\$)?[+{_MINUS}]?){_DECIMAL}\s*")
+
+_LITERAL = re.compile(
+    r"([-+]?(?:\d+\.?\d*|\.\d+))(?:\s*\\(?:cdot|times)\s*10\^\{?([-+]?\d{1,6})\}?)?"
+)
+_BASED = re.compile(
+    r"\(?(?<![\w.])(\d+(?:\.\d+)?(?=\)?_)|[0-9A-F]+(?=\)?_\{?(?:1[1-9]|[23]\d)))\)?_\{?(\w+)\}?"
+)
+_BASE = re.compile(r"(?<=\w)\)?\s*(?:\(?in\s+)?base[\s-]*(\w+)\)?", re.IGNORECASE)
+_PROSE = re.compile(r"(?:[^\W\d_]|[\s,;<>=()\[\]'\u2019.-]|\\[{} ])+")
+_WORDS = re.compile(r"[^\W\d_]+(?:[\s'\u2019.-]*[^\W\d_]+)+")
+_NOT_FINITE = {"nan", "NaN", "NAN", "inf", "-inf"}
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _SPACES = re.compile(r"\\[,;:! ]|~|\\q?quad\b|\s+")
@@ -48,7 +87,7 @@ _MARKS = {
     "\u03c0": r"\pi ",
     "\u221e": r"\infty ",
 }
-_BEFORE = re.compile(r"^(?:\\\$|\$|\\left|=|:)+|(?:\.|\\\$|\$)+$")
+_BEFORE = re.compile(r"^(?:\\\$|\$|\\left|=|:|\*\*|__|`)+|(?:\.|\\\$|\$|\*\*|__|`)+$")
 
 
 def without_thought(text: str) -> str:
@@ -75,25 +114,86 @@ def extract_gsm8k_answer(text: str, method: Method = "strict") -> str | None:
         >>> extract_gsm8k_answer("12 * 100 = 1200\n#### 1,200")
         '1200'
     """
-    found = (_STRICT if method == "strict" else _ANY).findall(text)
-    return _plain(found[-1]) if found else None
+    found = (_STRICT if method == "strict" else _ANY).finditer(text)
+    whole = [
+        one for one in found if not _OPERAND.search(text, max(0, one.start(2) - 9), one.start(2))
+    ]
+    return _plain(whole[-1]) if whole else None
 
 
 def same_number(left: str, right: str) -> bool:
-    """Whether two texts are the same number. A text that is not a number equals nothing.
+    """Whether two texts are exactly the same number. A text that is not a number equals nothing.
 
     Example:
         >>> same_number("1,200", "1200.0")
         True
     """
+    one, other = to_number(left), to_number(right)
+    return one is not None and other is not None and one == other
+
+
+def to_number(text: str) -> Decimal | Fraction | None:
+    """Read a text that is a number: with sign, currency, separators, exponent, or a fraction.
+
+    Returns:
+        Its exact value; None if it is not a number.
+    """
+    found = _VALUE.fullmatch(text)
+    numerator, slash, denominator = _plain(found).partition("/") if found else ("", "", "")
     try:
-        return Decimal(_plain(left)) == Decimal(_plain(right))
-    except InvalidOperation:
-        return False
+        if not slash:
+            return Decimal(numerator)
+        return Fraction(numerator) / int(denominator)
+    except (InvalidOperation, ArithmeticError, ValueError):
+        return None
 
 
-def _plain(number: str) -> str:
-    return number.strip().replace("$", "").replace(",", "")
+def _plain(match: re.Match[str]) -> str:
+    lead, number = match.groups()
+    number = re.sub(r"\s?(?:\\times|\\cdot|\u00d7)\s?10\^", "e", number)
+    sign = "-" if re.search(f"[{_MINUS}]", lead) else ""
+    return sign + re.sub(r"[^\d./eE+-]", "", number)
+
+
+# Ground truths.
+
+
+def read_text(truth: Any, *, expected: str, data_source: str = "") -> str:
+    """Return a ground truth that is a text or a number, as a text.
+
+    What compares with a ground truth raises if it cannot, and scores 0 only if the answer is wrong.
+
+    Args:
+        truth: The row's ground truth.
+        expected: What is accepted, for the error.
+        data_source: The row's data source, for the error.
+
+    Raises:
+        RewardError: If it is anything else: null, a bool, a list, a mapping, an empty text, or a
+            number that is not finite (also as a text: `nan`).
+    """
+    is_plain = not isinstance(truth, bool) and isinstance(truth, str | Number)
+    text = str(truth).strip() if is_plain else ""
+    if not text or text in _NOT_FINITE:
+        raise _refusal(truth, expected, data_source)
+    return text
+
+
+def read_number(truth: Any, *, data_source: str = "") -> str:
+    """Return a ground truth that is a number, with or without `$` and commas, as a text.
+
+    Raises:
+        RewardError: If it is anything else.
+    """
+    text = read_text(truth, expected="a number", data_source=data_source)
+    if to_number(text) is None:
+        raise _refusal(truth, "a number", data_source)
+    return text
+
+
+def _refusal(truth: Any, expected: str, data_source: str) -> RewardError:
+    row = f" in a row of the data source {data_source!r}" if data_source else ""
+    return RewardError(f"the ground truth is {truth!r:.200}{row}", expected=expected)
 
 
 # Mathematics.
@@ -163,6 +263,7 @@ def is_same_answer(answer: str, truth: str) -> bool:
     answer, truth = normalize_answer(answer), normalize_answer(truth)
     if _bare(answer) == _bare(truth):
         return bool(_bare(answer))
+    answer, truth = _name_texts(answer, truth)
     answers, truths = _readings(answer), _readings(truth)
     if len(answers) == len(truths):  # neither is a percentage, or both are
         return _verify(answers[0], truths[0])
@@ -181,9 +282,34 @@ def _bare(answer: str) -> str:
     """Remove what has no meaning, to compare answers as texts."""
     answer = re.sub(r"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])", "", answer)
     answer = re.sub(r"\\[dt]frac", r"\\frac", answer)
-    answer = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}", r"\1", answer)
+    answer = _without_fonts(answer)
     answer = _SPACES.sub("", re.sub(r"(?<=\d)\s+(?=\d)", "_", answer))
     return answer.casefold() if answer.isalpha() else answer
+
+
+def _without_fonts(answer: str) -> str:
+    return re.sub(r"\\(?:text\w*|math(?:rm|bf|it|sf|tt)|mbox)\s*\{([^{}]*)\}", r"\1", answer)
+
+
+def _name_texts(answer: str, truth: str) -> tuple[str, str]:
+    r"""Replace what is not arithmetic by symbols: words, and numbers in a base.
+
+    Otherwise `math_verify` reads a word as a product of its letters, and does not read bases. A
+    side is left as it is if the other one has no such text: `xy` is also `x \cdot y`.
+    """
+    names: dict[str, str] = {}
+
+    def name(match: re.Match[str]) -> str:
+        text = re.sub(r"[^\w.]", "", match.group()).casefold().lstrip("0")
+        return f"q_{{{names.setdefault(text, str(1000 + len(names)))}}}"
+
+    both = [_BASE.sub(r"_{\1}", _without_fonts(one)) for one in (answer, truth)]
+    if all(_BASED.search(one) for one in both):
+        return _BASED.sub(name, both[0]), _BASED.sub(name, both[1])
+    both = [re.sub(r"\s+(?:and|or)\s+", ", ", one) for one in both]
+    if all(_PROSE.fullmatch(one) and _WORDS.search(one) for one in both):
+        return _WORDS.sub(name, both[0]), _WORDS.sub(name, both[1])
+    return answer, truth
 
 
 def parse_answers(text: str) -> list[Any]:
@@ -197,6 +323,10 @@ def parse_answers(text: str) -> list[Any]:
 
 def _verify(answer: str, truth: str) -> bool:
     math_verify, limit = _import(), _alarm_s()
+    literals = [_LITERAL.fullmatch(one.strip()) for one in (answer, truth)]
+    if None not in literals:
+        one, other = (Decimal(f"{m[1]}e{m[2] or 0}") for m in literals if m is not None)
+        return one == other
     gold = _parse_truth(truth, limit)
     found = math_verify.parse(rf"\boxed{{{answer}}}", parsing_timeout=limit)
     # `x \le 5` and `(-\infty, 5]` are the same answer.

@@ -5,6 +5,7 @@ keyword of a tool.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Literal, Self, cast
@@ -12,6 +13,13 @@ from typing import Any, Literal, Self, cast
 import jsonschema
 from jsonschema.validators import validator_for
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_TEXT_OR_CONSTANT = re.compile(r'"(?:[^"\\]|\\.)*"|-?Infinity|NaN')
+_QUOTED = {
+    "NaN": r'"\u004eaN"',
+    "Infinity": r'"\u0049nfinity"',
+    "-Infinity": r'"-\u0049nfinity"',
+}
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -114,6 +122,28 @@ class Message(BaseModel):
     def to_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it: a dict without absent keys."""
         return self.model_dump(exclude_none=True)
+
+
+def dump_json(value: Any, *, indent: int | None = None, default: Any = None) -> str:
+    """Write a value as JSON; see `strict_json` for numbers that are not finite."""
+    return strict_json(json.dumps(value, ensure_ascii=False, indent=indent, default=default))
+
+
+def strict_json(text: str) -> str:
+    """Quote the numbers that are not finite (`NaN`, `-Infinity`), as other programs need it.
+
+    Their first letter is escaped, which no other text is, so `restore_numbers` finds them.
+    """
+    if "NaN" not in text and "Infinity" not in text:
+        return text
+    return _TEXT_OR_CONSTANT.sub(lambda found: _QUOTED.get(found[0], found[0]), text)
+
+
+def restore_numbers(line: bytes) -> bytes:
+    """Undo `strict_json`, for readers that know Python's constants."""
+    for constant, quoted in _QUOTED.items():
+        line = line.replace(quoted.encode(), constant.encode())
+    return line
 
 
 def schema_validator(schema: Mapping[str, Any]) -> Any:
@@ -255,4 +285,4 @@ class ToolResponse(BaseModel):
             return value
         if value is None or isinstance(value, str):
             return cls(text=value)
-        return cls(text=json.dumps(value, ensure_ascii=False))
+        return cls(text=dump_json(value))

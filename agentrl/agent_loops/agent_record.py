@@ -10,7 +10,7 @@ from typing import Any, cast
 from agentrl.agent_loops.gateway import GatewaySession
 from agentrl.agent_loops.gateway.sessions import MAX_REWARD
 from agentrl.errors import AgentError, AgentRLError
-from agentrl.messages import Message
+from agentrl.messages import Message, dump_json
 from agentrl.rollout.records import AgentRun
 from agentrl.rollout.request import AsyncRolloutRequest
 
@@ -143,7 +143,7 @@ def visible_row(request: AsyncRolloutRequest, hidden_keys: Sequence[str]) -> dic
         "data_source": request.data_source,
         "extra_info": cleaned(request.extra_info),
     }
-    return cast("dict[str, Any]", json.loads(json.dumps(row, default=str)))
+    return cast("dict[str, Any]", json.loads(dump_json(row, default=str)))
 
 
 def _plain_message(message: Message) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from agentrl.cluster.run_status import (
 )
 from agentrl.config.schema.run import TrainerConfig
 from agentrl.errors import ConfigError, DataError
+from agentrl.messages import dump_json
 from agentrl.trainer.metrics.sinks import METRICS_FILE
 from agentrl.trainer.state.run_folder import (
     LOCK_FILE,
@@ -101,7 +102,7 @@ def show_status(folder: Path | None, *, as_json: bool, say: Callable[[str], None
     report = examine_folder(find_newest() if folder is None else folder)
     if as_json:
         cluster = None if report.cluster is None else report.cluster.model_dump(mode="json")
-        say(json.dumps({**asdict(report), "cluster": cluster}, indent=1))
+        say(dump_json({**asdict(report), "cluster": cluster}, indent=1))
     else:
         say(describe(report))
     return report.state.exit_code

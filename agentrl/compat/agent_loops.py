@@ -1,7 +1,6 @@
 """Names next to verl's agent loops: tool parsers, the texts of gpt-oss, timers, trajectories."""
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Callable, Generator, MutableMapping, Sequence
@@ -12,7 +11,7 @@ from pydantic import BaseModel
 
 from agentrl.agent_loops.views import tool_view
 from agentrl.errors import ConfigError
-from agentrl.messages import ToolResponse
+from agentrl.messages import ToolResponse, dump_json
 from agentrl.rollout.tool_parsers import get_tool_parser
 from agentrl.tools import BaseTool
 from agentrl.tools import initialize_tools_from_config as load_tools
@@ -54,7 +53,7 @@ class ToolParser:
         text = self.tokenizer.decode(list(responses_ids))
         parsed = get_tool_parser(self._name).parse(text, tools=list(tools or ()))
         calls = [
-            FunctionCall(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False))
+            FunctionCall(name=call.name, arguments=dump_json(call.arguments))
             for call in parsed.calls
         ]
         return parsed.content, calls
@@ -107,7 +106,7 @@ def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict[
         return found, 0.0 if reward is None else reward, metrics or {}
     if isinstance(ret, ToolResponse):
         return ret, 0.0, {}
-    text = json.dumps(ret, ensure_ascii=False) if isinstance(ret, dict) else str(ret)
+    text = dump_json(ret) if isinstance(ret, dict) else str(ret)
     return ToolResponse(text=text), 0.0, {}
 
 

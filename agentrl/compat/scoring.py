@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn, TypeVar
 
-from agentrl.answers import Method, extract_gsm8k_answer, is_same_answer, last_boxed
+from agentrl.answers import Method, extract_gsm8k_answer, is_same_answer, last_boxed, read_text
 from agentrl.errors import ConfigError, RewardError, SandboxError
 from agentrl.rewards import gsm8k, math_answer, math_dapo, qa
 from agentrl.rewards.managers import get_reward_manager, register_reward_manager
@@ -63,8 +63,9 @@ def format_reward(predict_str: str) -> float:
 
 def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
     """Score the answer of a solution of Geometry3K: the last box, or the whole text."""
+    truth = read_text(ground_truth, expected="an answer")
     answer = last_boxed(predict_str) if use_boxed else predict_str
-    return float(answer is not None and is_same_answer(answer, ground_truth))
+    return float(answer is not None and is_same_answer(answer, truth))
 
 
 def score_geo3k(

@@ -17,6 +17,7 @@ from typing import Any
 
 from agentrl.atomic_io import atomic_file
 from agentrl.errors import DataError
+from agentrl.messages import dump_json
 
 _TEXT = "utf-8-sig"
 """UTF-8. A byte order mark, which some editors add, is skipped."""
@@ -64,7 +65,7 @@ def write_parquet(file: Path, rows: list[Row]) -> None:
 def write_jsonl(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as JSON lines, atomically."""
     with atomic_file(file) as partial, partial.open("w", encoding="utf-8") as stream:
-        stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        stream.writelines(dump_json(row) + "\n" for row in rows)
 
 
 def download_split(

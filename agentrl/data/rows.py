@@ -6,6 +6,7 @@ varies may also be JSON texts. They are decoded, and their nulls are kept.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
@@ -126,11 +127,15 @@ class RowReader:
                 reason = f"{name!r} is a column of its own, which is not read"
                 raise self._error(reason, number, f"extra_info.{name}")
         named = {self._prompt_key, self._reward_fn_key, "reward_model", "extra_info"}
+        truth = reward_model.get("ground_truth")
+        if isinstance(truth, float) and not math.isfinite(truth):
+            reason = f"reward_model.ground_truth is {truth}, as pandas writes a missing value"
+            raise self._error(reason, number, "the right answer, or null if the row has none")
         return Prompt(
             index=index,
             messages=messages,
             data_source=str(row.get(self._reward_fn_key, "unknown")),
-            ground_truth=reward_model.get("ground_truth"),
+            ground_truth=truth,
             extra_info=extra_info,
             tools_kwargs=tools_kwargs,
             interaction_kwargs=self._mapping(

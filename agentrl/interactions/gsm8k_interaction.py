@@ -4,12 +4,18 @@ import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 from pydantic import Field
 
-from agentrl.answers import Method, extract_gsm8k_answer, same_number, without_thought
+from agentrl.answers import (
+    Method,
+    extract_gsm8k_answer,
+    read_number,
+    same_number,
+    to_number,
+    without_thought,
+)
 from agentrl.config.schema.section import Section
 from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
 from agentrl.interactions.session import last_answer
@@ -90,7 +96,7 @@ class Gsm8kInteraction(BaseInteraction):
             )
         instance_id = instance_id or uuid.uuid4().hex
         own = [hints] if isinstance(hints, str) else hints
-        self._talks[instance_id] = _Talk(str(ground_truth), own or self._settings.hints)
+        self._talks[instance_id] = _Talk(read_number(ground_truth), own or self._settings.hints)
         return instance_id
 
     async def generate_response(
@@ -145,9 +151,9 @@ def _progress(talk: _Talk, answer: str | None) -> str | None:
     return _CLOSER if is_closer else None
 
 
-def _distance(answer: str, truth: str) -> Decimal:
-    """Return the distance of an answer from the truth; infinity if the truth is no number."""
-    try:
-        return abs(Decimal(answer) - Decimal(truth.replace(",", "").replace("$", "").strip()))
-    except ArithmeticError:
-        return Decimal(math.inf)
+def _distance(answer: str, truth: str) -> float:
+    """Return the distance of two numbers; infinity if one is not a number."""
+    one, other = to_number(answer), to_number(truth)
+    if one is None or other is None:
+        return math.inf
+    return abs(float(one) - float(other))

@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import inspect
 import logging
+import re
 import sysconfig
 import threading
 import traceback
@@ -22,13 +23,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from agentrl.errors import words_of
+from agentrl.errors import PluginError, words_of
 
 T = TypeVar("T")
 
 TASK_PREFIX = "plugin:"
 """Prefix of the name of every task that runs users' code; the watchdog reads it."""
 
+_NEEDS_MAIN_THREAD = re.compile(r"signal.* main thread|threaded environment.*signal", re.S)
 MAX_GRACE_S = 1.0
 GRACE_FRAC = 0.05
 
@@ -145,13 +147,27 @@ async def in_thread(function: Callable[[], T]) -> T:
     context = contextvars.copy_context()
 
     def run() -> None:
-        attempt = context.run(_try, function)
+        attempt = _explained(context.run(_try, function))
         # If the loop has closed meanwhile, no task waits for the result.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(_settle, future, attempt)
 
     threading.Thread(target=run, name="agentrl-plugin", daemon=True).start()
     return (await future).unwrap()
+
+
+def _explained(attempt: _Attempt[T]) -> _Attempt[T]:
+    """Say how users' code that sets signals (an alarm) gets the main thread that it needs."""
+    error = attempt.error
+    if not isinstance(error, ValueError) or not _NEEDS_MAIN_THREAD.search(str(error)):
+        return attempt
+    explained = PluginError(
+        f"it needs the main thread of a process, and it runs on another thread: {words_of(error)}",
+        expected="a reward function: reward.manager: prime; a tool: an async def and isolation: "
+        "process; other code: no signals (math_verify: parsing_timeout=None, timeout_seconds=None)",
+    )
+    explained.__cause__ = error
+    return _Attempt(error=explained)
 
 
 async def in_thread_loop(call: Callable[[], Awaitable[T]]) -> T:

@@ -2,8 +2,13 @@
 
 from typing import Any
 
-from agentrl.answers import Method, extract_gsm8k_answer, same_number, without_thought
-from agentrl.rewards.scoring import read_number
+from agentrl.answers import (
+    Method,
+    extract_gsm8k_answer,
+    read_number,
+    same_number,
+    without_thought,
+)
 
 
 def compute_score(
@@ -20,7 +25,7 @@ def compute_score(
     """Compare the answer that a solution gives with the true one, as numbers.
 
     Args:
-        data_source: Not read.
+        data_source: Named in errors.
         solution_str: The solution; thoughts are not read (verl reads them).
         ground_truth: The true number, as a text or a number.
         extra_info: `num_tool_calls` is read.
@@ -37,7 +42,7 @@ def compute_score(
     Raises:
         RewardError: If the ground truth is no number.
     """
-    truth = read_number(ground_truth)
+    truth = read_number(ground_truth, data_source=data_source)
     answer = extract_gsm8k_answer(without_thought(solution_str), method)
     right = answer is not None and same_number(answer, truth)
     used_tool = sum((extra_info or {}).get("num_tool_calls", {}).values()) > 0

@@ -119,6 +119,11 @@ class Judge:
             ChatError: If no reply came.
         """
         conversation = cast("list[dict[str, Any]]", (extra_info or {}).get("messages", []))
+        if isinstance(ground_truth, float) and not math.isfinite(ground_truth):
+            raise RewardError(
+                f"the ground truth is {ground_truth} in a row of the data source {data_source!r}",
+                expected="a reference answer, or null",
+            )
         judged = said = without_thought(solution_str)
         if self.config.show == "conversation":
             judged = render(conversation, ("assistant", "tool", "user"))

@@ -7,9 +7,15 @@ wrong. If the alarm does not work either, the process is killed.
 
 from typing import Any, cast
 
-from agentrl.answers import Method, is_same_answer, last_boxed, parse_answers, without_thought
+from agentrl.answers import (
+    Method,
+    is_same_answer,
+    last_boxed,
+    parse_answers,
+    read_text,
+    without_thought,
+)
 from agentrl.errors import RewardError
-from agentrl.rewards.scoring import read_text
 
 LONGEST_TAIL = 1000
 """Characters at the end of a solution in which `flexible` looks for an answer."""
@@ -28,7 +34,7 @@ def compute_score(
     r"""Compare the answer that a solution gives with the true one, as mathematics.
 
     Args:
-        data_source: Not read.
+        data_source: Named in errors.
         solution_str: The solution; thoughts are not read.
         ground_truth: The true answer, in LaTeX or as a number; or a list of right answers.
         extra_info: Not read.
@@ -46,7 +52,8 @@ def compute_score(
     """
     many = isinstance(ground_truth, list)
     listed = cast("list[Any]", ground_truth if many else [ground_truth])
-    truths = [read_text(truth, expected="an answer, or a list of them") for truth in listed]
+    expected = "an answer, or a list of them"
+    truths = [read_text(one, expected=expected, data_source=data_source) for one in listed]
     if not truths:
         raise RewardError("the ground truth is an empty list", expected="an answer")
     said = without_thought(solution_str)

@@ -7,8 +7,7 @@ as in `agentrl.rewards.math_answer`.
 import re
 from typing import Any
 
-from agentrl.answers import is_same_answer, last_boxed, without_thought
-from agentrl.rewards.scoring import read_text
+from agentrl.answers import is_same_answer, last_boxed, read_text, without_thought
 
 LONGEST_TAIL = 300
 """Characters at the end of a solution that are searched for the answer."""
@@ -27,7 +26,7 @@ def compute_score(
     r"""Compare the answer at the end of a solution with the true one.
 
     Args:
-        data_source: Not read.
+        data_source: Named in errors.
         solution_str: The solution; thoughts are not read.
         ground_truth: The true answer, in LaTeX or as a number.
         extra_info: Not read.
@@ -41,7 +40,7 @@ def compute_score(
     Raises:
         RewardError: If the ground truth is empty, or no text and no number.
     """
-    truth = read_text(ground_truth, expected="an answer")
+    truth = read_text(ground_truth, expected="an answer", data_source=data_source)
     said = without_thought(solution_str)[-LONGEST_TAIL:]
     lines = [] if strict_box_verify else _ANSWER.findall(said)
     answer = str(lines[-1]).strip("$ ") if lines else said

@@ -9,9 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from agentrl.answers import last_boxed, without_thought
+from agentrl.answers import last_boxed, read_text, without_thought
 from agentrl.errors import RewardError
-from agentrl.rewards.scoring import read_text
 
 LONGEST_TAIL = 2000
 """Characters at the end of a solution that are read."""
@@ -43,7 +42,7 @@ def compute_score(
     r"""Compare the option that a solution chooses with the right one.
 
     Args:
-        data_source: Not read.
+        data_source: Named in errors.
         solution_str: The solution; thoughts are not read.
         ground_truth: The right letter ("B", "(B)"), the option's index (0 is A), or its text.
         extra_info: `options` (or `choices`) is read: the texts of the options in order, or a
@@ -58,7 +57,7 @@ def compute_score(
         RewardError: If the ground truth is neither a letter nor an option.
     """
     options = _options(extra_info or {})
-    truth = _truth(ground_truth, options)
+    truth = _truth(ground_truth, options, data_source)
     chosen = find_choice(without_thought(solution_str), options)
     right = chosen == truth
     earned = score if right else format_score if chosen is not None else 0.0
@@ -125,8 +124,8 @@ def _options(extra_info: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-def _truth(ground_truth: Any, options: Mapping[str, str]) -> str:
-    text = read_text(ground_truth, expected=_RIGHT)
+def _truth(ground_truth: Any, options: Mapping[str, str], data_source: str) -> str:
+    text = read_text(ground_truth, expected=_RIGHT, data_source=data_source)
     if isinstance(ground_truth, int) and 0 <= ground_truth < 26:
         return _letter(ground_truth)
     letter = text.strip("().").upper()

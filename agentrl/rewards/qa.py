@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
-from agentrl.answers import without_thought
+from agentrl.answers import read_text, without_thought
 from agentrl.errors import RewardError
-from agentrl.rewards.scoring import read_text
 
 LONGEST_ANSWER = 2000
 """Characters of an answer that are read."""
@@ -48,7 +47,7 @@ def compute_score(
     """Compare a solution's answer with the golden answers; the best match counts.
 
     Args:
-        data_source: Not read.
+        data_source: Named in errors.
         solution_str: The solution; thoughts are not read.
         ground_truth: A golden answer, a list of them, or a mapping with them under `target`.
         extra_info: Not read.
@@ -65,7 +64,7 @@ def compute_score(
     Raises:
         RewardError: If the ground truth contains no answer.
     """
-    golden = _golden(ground_truth)
+    golden = _golden(ground_truth, data_source)
     answer = find_answer(without_thought(solution_str), require_tags=require_tags)
     if answer is None:
         return {"score": 0.0, "acc": 0.0, "em": 0.0, "f1": 0.0, "answered": 0.0}
@@ -128,7 +127,7 @@ def compute_f1(answer: str, golden: str) -> float:
     return 2 * common / (len(left) + len(right)) if common else 0.0
 
 
-def _golden(ground_truth: Any) -> list[str]:
+def _golden(ground_truth: Any, data_source: str) -> list[str]:
     found = ground_truth
     if isinstance(found, dict):
         found = cast("dict[str, Any]", found).get("target")
@@ -138,4 +137,4 @@ def _golden(ground_truth: Any) -> list[str]:
     listed = list(cast("Sequence[Any]", found if many else [found]))
     if not listed:
         raise RewardError(f"the ground truth is {ground_truth!r:.200}", expected=_ANSWERS)
-    return [read_text(one, expected=_ANSWERS) for one in listed]
+    return [read_text(one, expected=_ANSWERS, data_source=data_source) for one in listed]

@@ -10,8 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
-from numbers import Number
 from typing import Any, NamedTuple, SupportsFloat, cast
 
 from agentrl.errors import RewardError, words_of
@@ -118,41 +116,6 @@ def check_number(value: object, what: str) -> float:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}... ({type(value).__name__})"
-
-
-def read_text(truth: Any, *, expected: str) -> str:
-    """Return a ground truth that is a text or a number, as a text.
-
-    A bundled scorer raises if it cannot compare, and scores 0 only if the answer is wrong.
-
-    Args:
-        truth: The row's ground truth.
-        expected: What the scorer accepts, for the error.
-
-    Raises:
-        RewardError: If it is anything else: null, a bool, a list, a mapping, an empty text.
-    """
-    is_plain = not isinstance(truth, bool) and isinstance(truth, str | Number)
-    text = str(truth).strip() if is_plain else ""
-    if not text:
-        raise RewardError(f"the ground truth is {truth!r:.200}", expected=expected)
-    return text
-
-
-def read_number(truth: Any) -> str:
-    """Return a ground truth that is a number, with or without `$` and commas, as a text.
-
-    Raises:
-        RewardError: If it is anything else.
-    """
-    text = read_text(truth, expected="a number")
-    try:
-        is_number = Decimal(text.replace("$", "").replace(",", "")).is_finite()
-    except InvalidOperation:
-        is_number = False
-    if not is_number:
-        raise RewardError(f"the ground truth is {truth!r:.200}", expected="a number")
-    return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """Score the policy's answers to a problem of Geometry3K."""
 
-from agentrl.answers import is_same_answer, last_boxed
+from typing import Any
+
+from agentrl.answers import is_same_answer, last_boxed, read_text
 from agentrl.tools.bundled import function_schema, string_parameter
 from agentrl.tools.gsm8k_tool import Gsm8kTool
 
@@ -18,6 +20,10 @@ class Geo3kTool(Gsm8kTool):
         "Score an answer to the problem: 1.0 if it is right, 0.0 if it is not.",
         answer=string_parameter("The answer: a number or an expression in LaTeX, without unit."),
     )
+
+    def read_truth(self, ground_truth: Any) -> str:
+        """Return a right answer as a text."""
+        return read_text(ground_truth, expected="an answer")
 
     def judge(self, answer: str, ground_truth: str) -> tuple[str, float]:
         """Return an answer without its box, and its score."""

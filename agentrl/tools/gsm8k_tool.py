@@ -3,7 +3,7 @@
 import uuid
 from typing import Any
 
-from agentrl.answers import extract_gsm8k_answer, same_number
+from agentrl.answers import extract_gsm8k_answer, read_number, same_number
 from agentrl.config.schema.section import Section
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.tools.base import ToolResult
@@ -40,11 +40,15 @@ class Gsm8kTool(BundledTool):
         self._scores: dict[str, float] = {}
 
     async def create(
-        self, instance_id: str | None = None, ground_truth: Any = "", **create_kwargs: Any
+        self, instance_id: str | None = None, ground_truth: Any = None, **create_kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        """Store the right answer of one request."""
+        """Store the right answer of one request.
+
+        Raises:
+            RewardError: If it is missing, or `judge` cannot compare with it.
+        """
         instance_id = instance_id or uuid.uuid4().hex
-        self._truths[instance_id] = str(ground_truth)
+        self._truths[instance_id] = self.read_truth(ground_truth)
         self._scores[instance_id] = 0.0
         return instance_id, ToolResponse()
 
@@ -58,6 +62,14 @@ class Gsm8kTool(BundledTool):
         self._scores[instance_id] = score
         response = ToolResponse(text=self.describe(answer, number, score))
         return ToolResult(response, reward, {"score": score})
+
+    def read_truth(self, ground_truth: Any) -> str:
+        """Return a right answer as `judge` gets it.
+
+        Raises:
+            RewardError: If `judge` cannot compare with it.
+        """
+        return read_number(ground_truth)
 
     def judge(self, answer: str, ground_truth: str) -> tuple[str, float]:
         """Return the number in an answer (empty if there is none) and its score."""

@@ -11,14 +11,13 @@ servers give:
           tool_selected_list: [echo, get-sum]
 """
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigError, ServiceError, ToolError, did_you_mean
-from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse, dump_json
 from agentrl.plugins.environment import require_package
 from agentrl.plugins.from_verl import our_names
 from agentrl.plugins.keys import read_keys
@@ -240,9 +239,9 @@ def read_result(result: "CallToolResult") -> ToolResponse:
                 about = f": {rest['description']}" if "description" in rest else ""
                 texts.append(f"[link to {name}, {uri}{about}]")
             case _:
-                texts.append(json.dumps(fields, ensure_ascii=False))
+                texts.append(dump_json(fields))
     if not texts and result.structured_content is not None:
-        texts.append(json.dumps(result.structured_content, ensure_ascii=False))
+        texts.append(dump_json(result.structured_content))
     text = "\n".join(texts)
     if result.is_error:
         raise ToolError(text or "Error: the tool failed, and gave no reason")

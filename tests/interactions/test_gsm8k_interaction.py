@@ -87,9 +87,10 @@ async def test_without_encouragement_the_reply_is_ever_the_same():
     assert hints_of(replies) == ["", ""]
 
 
-async def test_an_answer_is_wrong_if_the_truth_is_no_number():
-    replies = await talk({"encourage": True}, "#### 1", "#### 2", truth="one half")
-    assert [reply.score for reply in replies] == [0.0, 0.0]
+@pytest.mark.parametrize("truth", ["one half", "#### 42", "nan", float("nan"), "", []])
+async def test_a_truth_that_is_no_number_is_refused(truth: Any):
+    with pytest.raises(Exception, match="the ground truth is"):
+        await talk({"encourage": True}, "#### 1", truth=truth)
 
 
 async def test_the_rows_own_truth_goes_before_that_of_its_reward_model():

@@ -2,11 +2,14 @@
 
 import asyncio
 import gc
+import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 
+from agentrl.errors import PluginError
 from agentrl.plugins.call import (
     CallTimeoutError,
     PerLoop,
@@ -193,3 +196,25 @@ def test_an_object_of_a_closed_loop_is_dropped():
     first, second = asyncio.run(get()), asyncio.run(get())
     assert first is not second
     assert len(made._by_loop) == 1
+
+
+def sets_an_alarm() -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def parses_mathematics() -> None:
+    import math_verify
+
+    math_verify.parse("$1$")
+
+
+@pytest.mark.parametrize("method", [sets_an_alarm, parses_mathematics])
+async def test_code_that_needs_the_main_thread_is_told_how_to_get_it(method: Any):
+    with pytest.raises(PluginError, match=r"(?s)main thread.*reward\.manager: prime.*isolation"):
+        await call_bounded(lambda: call_method(method), timeout_s=60, name="x")
+    with pytest.raises(ValueError, match="of main thread"):
+        await call_method(lambda: _raise(ValueError("of main thread")))
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -28,6 +28,7 @@ from agentrl.rollout.records import Failure
 from agentrl.rollout.states import RequestState
 from agentrl.sandbox.factory import SharedSandbox
 from tests.fakes import scorers as fakes_scorers
+from tests.fakes.requests import build_request, said
 from tests.fakes.sandbox import BusySandbox
 from tests.fakes.scorers import MISBEHAVIORS, PROCESS_ENDS, Counter, answers, by_path, score
 
@@ -599,3 +600,19 @@ def test_a_plain_scorer_may_run_what_it_awaits_in_its_threads_event_loop(name):
     requests = answers("5", "6")
     score(by_path("runs_a_loop", name), requests)
     assert [request.reward for request in requests] == [1.0, 1.0]
+
+
+def needs_the_main_thread(data_source: str, solution_str: str, ground_truth: str, **_: object):
+    from math_verify import parse, verify
+
+    return float(verify(parse(ground_truth), parse(solution_str)))
+
+
+def test_a_scorer_that_needs_the_main_thread_is_told_of_prime_and_gets_it_there():
+    request = build_request(said(2, text="$42$"), ground_truth="$42$")
+    score(make_reward_manager(RewardConfig(), needs_the_main_thread), [request])
+    assert request.error is not None
+    assert "reward.manager: prime" in request.error.message
+    request = build_request(said(2, text="$42$"), ground_truth="$42$")
+    score(make_reward_manager(RewardConfig(manager="prime"), needs_the_main_thread), [request])
+    assert request.reward == 1.0

@@ -6,14 +6,13 @@ Messages are kept as the client sent them, so that the differences from what was
 counted. `SentMessage.to_message` returns what the chat template gets.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from agentrl.engines.protocol import FinishReason
 from agentrl.errors import AgentRLError
-from agentrl.messages import FunctionCall, Message, OpenAIFunctionToolSchema, ToolCall
+from agentrl.messages import FunctionCall, Message, OpenAIFunctionToolSchema, ToolCall, dump_json
 
 
 class CallError(AgentRLError):
@@ -156,4 +155,4 @@ class ChatReply:
 
 def write_json(value: Any) -> str:
     """Write a value as JSON, in the form of all arguments that the gateway sends."""
-    return json.dumps(value, ensure_ascii=False)
+    return dump_json(value)

@@ -14,7 +14,7 @@ from agentrl.agent_loops.gateway.calls import (
     Form,
     SentCall,
 )
-from agentrl.messages import OpenAIFunctionToolSchema
+from agentrl.messages import OpenAIFunctionToolSchema, dump_json
 from agentrl.rollout.tool_parsers.json_calls import decode_json
 
 M = TypeVar("M", bound=BaseModel)
@@ -34,7 +34,7 @@ class Event(NamedTuple):
 
     def encode(self) -> bytes:
         """Return the event as it is sent."""
-        text = self.data if isinstance(self.data, str) else json.dumps(self.data)
+        text = self.data if isinstance(self.data, str) else dump_json(self.data)
         head = f"event: {self.name}\n" if self.name else ""
         return f"{head}data: {text}\n\n".encode()
 

@@ -26,6 +26,7 @@ from agentrl.agent_loops.gateway.openai_responses import OpenAIResponses
 from agentrl.agent_loops.gateway.sessions import GatewaySession, GatewaySettings, PendingCall
 from agentrl.agent_loops.gateway.trajectory import Trajectory
 from agentrl.engines.protocol import CompletionSource
+from agentrl.messages import dump_json
 from agentrl.plugins.cancellation import wait_despite_cancellation
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -249,7 +250,7 @@ class Gateway:
                         return await self._stream(request, dialect, pending)
                     reply = await pending.wait()
                     written = dialect.write(reply, pending.call)
-                    response = web.json_response(written, headers=_headers(reply))
+                    response = web.json_response(written, dumps=dump_json, headers=_headers(reply))
                     await _send(request, response)
                     pending.confirm()
                     return response

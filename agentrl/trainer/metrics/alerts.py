@@ -1,7 +1,6 @@
 """Warnings in words about the metrics of a run, and the command or URL that gets them."""
 
 import itertools
-import json
 import logging
 import math
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 from agentrl.config.schema.run import AlertRule, AlertsConfig
 from agentrl.config.tables import load_table
 from agentrl.errors import did_you_mean
+from agentrl.messages import dump_json
 from agentrl.trainer.metrics.sinks import REWARD_KEYS, ZERO_SIGNAL, has_no_signal, read_metrics
 
 ENTROPY = "actor/entropy"
@@ -155,7 +155,7 @@ class Alerts:
 
     def _call(self, alert: Alert) -> None:
         """Call the command and the URL, and do not wait for them."""
-        config, content = self._config, json.dumps(asdict(alert)).encode()
+        config, content = self._config, dump_json(asdict(alert)).encode()
         if config.command is not None:
             threading.Thread(
                 target=_run_command, args=(config.command, content), daemon=True

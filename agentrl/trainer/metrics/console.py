@@ -8,6 +8,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from agentrl.messages import CallOutcome
 from agentrl.progress import format_duration
 from agentrl.trainer.metrics.sinks import REWARD_KEYS, has_no_signal
 
@@ -119,10 +120,12 @@ class ConsoleSink:
 
     def _print_refused_calls(self, metrics: Mapping[str, float]) -> None:
         """Print the fraction of refused tool calls if it is more than half."""
-        total, malformed, errors = (
-            metrics.get(f"rollout/tool_calls/{name}", 0.0)
-            for name in ("mean", "malformed", "tool_error")
-        )
+        # `mean` leaves out the calls of a context that was summarized; the outcomes have all calls.
+        calls = {
+            outcome: metrics.get(f"rollout/tool_calls/{outcome}", 0.0) for outcome in CallOutcome
+        }
+        total = sum(calls.values())
+        malformed, errors = calls[CallOutcome.MALFORMED], calls[CallOutcome.TOOL_ERROR]
         if 2 * (malformed + errors) > total:
             shares = f"{malformed / total:.0%} malformed, {errors / total:.0%} with a ToolError"
             self._print_below(f"tool calls: {shares}")

@@ -16,7 +16,7 @@ A line holds the whole request and a summary that is derived from it:
      "request": {...}}
 
 Values that JSON cannot hold are written in the nearest form: numbers that are not finite as
-Python's `json` writes them (`NaN`, `Infinity`), arrays as lists, bytes as base64, images and videos
+texts (`"NaN"`, `"-Infinity"`), arrays as lists, bytes as base64, images and videos
 as entries that name their files (see `pictures.py`), other objects as their `str`.
 """
 
@@ -33,6 +33,7 @@ from agentrl.atomic_io import atomic_file
 from agentrl.config.schema.reward import RewardConfig
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import AgentRLError, DataError
+from agentrl.messages import restore_numbers, strict_json
 from agentrl.protocol import DataProto
 from agentrl.rewards import combine_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -54,10 +55,10 @@ from agentrl.workers.update import SkippedStep
 
 LINE_VERSION = 1
 """Version of a line; the request in it has its own (`RECORD_VERSION`)."""
+_SEPARATORS = (",", ":")
 SKIPPED = "skipped"
 """Subfolder of the run's folder with the rows for which an optimizer step was skipped, and with the
 rollouts of which too many failed, which ended the run."""
-_SEPARATORS = (",", ":")
 _MAX_SHOWN_CHARS = 20_000
 """Characters of a text in a tracker's table."""
 
@@ -233,16 +234,16 @@ def to_line(
     line["summary"] = TrajectorySummary.of(request).model_dump()
     if note is not None:
         line["skipped"] = note.model_dump()
-    head = json.dumps(line, ensure_ascii=False, separators=_SEPARATORS)
+    head = strict_json(json.dumps(line, ensure_ascii=False, separators=_SEPARATORS))
     return Line(f'{head[:-1]},"request":{_dump(request, pictures)}}}\n', pictures.take())
 
 
 def _dump(request: AsyncRolloutRequest, pictures: PictureCollector) -> str:
     try:
-        return request.model_dump_json(fallback=pictures.plain)
+        return strict_json(request.model_dump_json(fallback=pictures.plain))
     except PydanticSerializationError:  # a text with a lone surrogate
         plain = request.model_dump(mode="json", fallback=pictures.plain)
-        return json.dumps(plain, ensure_ascii=False, separators=_SEPARATORS)
+        return strict_json(json.dumps(plain, ensure_ascii=False, separators=_SEPARATORS))
 
 
 def read_rollouts(path: Path) -> Iterator[AsyncRolloutRequest]:
@@ -265,7 +266,7 @@ def read_trajectories(path: Path) -> Iterator[SavedTrajectory]:
     with LineReader(path) as file:
         for number, line in enumerate(file, start=1):
             try:
-                saved = SavedTrajectory.model_validate(json.loads(line))
+                saved = SavedTrajectory.model_validate(json.loads(restore_numbers(line)))
             except (ValueError, LookupError, TypeError, RecursionError, AgentRLError) as error:
                 raise DataError(
                     f"a rollout line that cannot be read: {_reason(error)}",

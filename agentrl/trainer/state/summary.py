@@ -1,6 +1,5 @@
 """The result of a run, in one small file."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Self
 
 from agentrl.atomic_io import atomic_file
 from agentrl.errors import TrainingError
+from agentrl.messages import dump_json
 from agentrl.trainer.metrics.sinks import has_no_signal
 from agentrl.workers.update import UpdateResult
 
@@ -123,7 +123,7 @@ class Summary:
     def save(self, path: Path) -> None:
         """Write the summary as JSON, whole or not at all."""
         with atomic_file(path) as draft:
-            draft.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+            draft.write_text(dump_json(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def describe(self, folder: Path | str) -> str:
         """Return the last lines that a run prints."""

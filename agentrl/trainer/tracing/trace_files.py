@@ -8,13 +8,13 @@ Source: "Trace Event Format" (Google, 2016): complete events (`ph: X`) with `ts`
 microseconds, metadata events (`ph: M`) with the names and the order of processes and tracks.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentrl.atomic_io import atomic_file
+from agentrl.messages import dump_json
 from agentrl.trainer.tracing.spans import Span, Trace
 
 _STEP = -1
@@ -52,7 +52,7 @@ def save_trace_file(path: Path, traces: Sequence[Trace]) -> None:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for index, event in enumerate(trace_events(traces)):
             # Each event by itself: encoding all at once would stop the other threads.
-            file.write((",\n" if index else "") + json.dumps(event))
+            file.write((",\n" if index else "") + dump_json(event))
         file.write("\n]}\n")
 
 

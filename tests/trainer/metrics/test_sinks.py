@@ -199,6 +199,8 @@ def test_console_says_that_most_calls_were_refused_if_there_is_nothing_to_learn(
     frac = "algorithm/zero_signal_groups_frac"
     lines = log_console([(1, step | {frac: 1.0})])
     assert lines[3].strip() == "tool calls: 83% malformed, 0% with a ToolError"
+    summarized = step | {"rollout/tool_calls/mean": 1.0}  # without the calls of earlier contexts
+    assert "tool calls: 83% malformed" in log_console([(1, summarized | {frac: 1.0})])[3]
     answered = {"rollout/tool_calls/ok": 1.5, "rollout/tool_calls/malformed": 0.0}
     assert len(log_console([(1, step | answered | {frac: 1.0})])) == 3
     assert len(log_console([(1, STEP | {frac: 1.0})])) == 3

@@ -268,3 +268,23 @@ def test_a_line_that_is_nested_too_deeply_is_named(tmp_path: Path):
     file.write_text("[" * 200_000)
     with pytest.raises(DataError, match="RecursionError"):
         list(read_rollouts(file))
+
+
+def test_a_line_is_json_for_strict_readers_and_reads_back_equal(tmp_path: Path):
+    texts = ["NaN", "Infinity", "-Infinity", 'a "NaN" \\u004eaN, Infinity', "\ud800 NaN"]
+    extra = {"texts": texts, "low": -math.inf, "high": [math.inf], "no": math.nan, "NaN": 1.0}
+    request = make_tool_request(columns={"deep": {"Infinity": extra}})
+    request.reward_extra_info = extra
+    path = tmp_path / "a.jsonl"
+    save_rollouts(path, [request], step=1)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    line = json.loads(path.read_bytes(), parse_constant=refuse)
+    read = line["request"]["reward_extra_info"]
+    assert [read["low"], read["high"], read["no"]] == ["-Infinity", ["Infinity"], "NaN"]
+    (back,) = read_rollouts(path)
+    no = back.reward_extra_info.pop("no")
+    assert math.isnan(no)
+    assert back.reward_extra_info == {key: extra[key] for key in extra if key != "no"}
