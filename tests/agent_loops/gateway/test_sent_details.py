@@ -65,7 +65,7 @@ def test_tools_of_other_kinds_are_left_out_and_counted(path: str, other: Item) -
 @pytest.mark.parametrize("field", ["description", "parameters", "strict", "type"])
 def test_a_null_of_a_tool_is_an_absent_field(path: str, field: str) -> None:
     tool = tool_of(path, description="d", parameters=PARAMETERS)
-    absent, null = dict(tool), tool_of(path, **{"description": "d", "parameters": PARAMETERS})
+    absent, null = dict(tool), tool_of(path, description="d", parameters=PARAMETERS)
     if field == "type":
         absent, null = {k: v for k, v in tool.items() if k != "type"}, tool | {"type": None}
     else:
