@@ -30,9 +30,10 @@ class StopCheck:
     def of(cls, sampling: SamplingParams, decode: Decode) -> Self:
         """Make the check for `sampling`."""
         # A token that does not decode to an empty text has at least one byte.
-        longest = max((len(text.encode()) for text in sampling.stop), default=0)
+        strings = tuple(filter(None, sampling.stop))
+        longest = max((len(text.encode()) for text in strings), default=0)
         window = longest + EMPTY_TOKENS
-        return cls(frozenset(sampling.stop_token_ids), sampling.stop, decode, window)
+        return cls(frozenset(sampling.stop_token_ids), strings, decode, window)
 
     def is_met(self, token_ids: Sequence[int]) -> bool:
         """Return whether the last of `token_ids` ends the completion."""

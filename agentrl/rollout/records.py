@@ -11,12 +11,13 @@ from agentrl.engines.protocol import FinishReason, SamplingParams, VersionSpan
 from agentrl.errors import Fault
 from agentrl.messages import CallOutcome, Message, OpenAIFunctionToolSchema
 
-BranchCause = Literal["compaction", "delegate", "branch", "rewrite"]
+BranchCause = Literal["compaction", "delegate", "branch", "rewrite", "side_call"]
 """Why a trajectory has one more sequence.
 
 `compaction`: the policy replaced its history by a summary. `delegate`: a sub-agent worked for a
 call of the `delegate` tool. `branch`: the agent continued an earlier history a second time.
-`rewrite`: the agent changed what its history says.
+`rewrite`: the agent changed what its history says. `side_call`: the agent named a model of
+`untrained_models`, for a title or a summary.
 """
 
 

@@ -22,7 +22,7 @@ from agentrl.agent_loops.gateway.dialect import (
     read_body,
     read_content,
     read_sampling,
-    read_tool,
+    read_tools,
 )
 
 
@@ -33,22 +33,16 @@ class _Block(Part):
     input: dict[str, Any] = Field(default_factory=dict[str, Any])
     tool_use_id: str = ""
     content: str | list[Part] | None = None
+    is_error: bool = False
 
 
 class _Message(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | list[_Block]
-
-
-class _Tool(Body):
-    name: str
-    description: str = ""
-    input_schema: dict[str, Any] | None = None
-    type: str | None = None
+    content: str | list[_Block] = ""
 
 
 class _Choice(Body):
-    type: Literal["auto", "any", "tool", "none"]
+    type: str
     name: str = ""
     disable_parallel_tool_use: bool = False
 
@@ -58,7 +52,7 @@ class _Request(Body):
     model: str = ""
     max_tokens: int | None = Field(default=None, ge=1)
     system: str | list[Part] | None = None
-    tools: list[_Tool] | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
     tool_choice: _Choice | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
@@ -78,7 +72,6 @@ _ERRORS = {
     500: "api_error",
     503: "overloaded_error",
 }
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -100,18 +93,21 @@ class AnthropicMessages:
         messages = [SentMessage(role="system", text=read_content(given.system, "system")[0])]
         for index, message in enumerate(given.messages):
             messages += _read_message(message, f"messages[{index}]")
-        choice = given.tool_choice or _Choice(type="auto")
+        tools = {f"tools[{i}]": _read_tool(tool) for i, tool in enumerate(given.tools)}
+        choice, stops = given.tool_choice or _Choice(type="auto"), given.stop_sequences or []
+        names = {"any": "required", "tool": f"tool:{choice.name}"}
+        left_out = {"tools": None in tools.values(), "stop_sequences": "" in stops}
         return ChatCall(
             messages=messages if messages[0].text else messages[1:],
-            tools=[_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(given.tools or [])],
+            tools=read_tools(tools),
             model=given.model,
-            tool_choice=_CHOICES.get(choice.type, f"tool:{choice.name}"),
+            tool_choice=names.get(choice.type, choice.type),
             parallel_calls=not choice.disable_parallel_tool_use,
-            stop=tuple(given.stop_sequences or ()),
+            stop=tuple(filter(None, stops)),
             max_tokens=given.max_tokens,
             stream=bool(given.stream),
             sampling=read_sampling(given),
-            ignored=find_ignored(given, _HARMLESS),
+            ignored=find_ignored(given, _HARMLESS, left_out),
         )
 
     def write(self, reply: ChatReply, call: ChatCall) -> dict[str, Any]:
@@ -165,6 +161,8 @@ def _read_message(message: _Message, param: str) -> Iterator[SentMessage]:
             yield SentMessage(role=message.role, text=read_content(texts, f"{param}.content")[0])
             texts = []
         text, _ = read_content(block.content, f"{param}.content[{index}].content")
+        if block.is_error:
+            text = f"Error: {text}"
         yield SentMessage(role="tool", text=text, call_id=block.tool_use_id)
     if texts or not message.content:
         yield SentMessage(role=message.role, text=read_content(texts, f"{param}.content")[0])
@@ -187,17 +185,12 @@ def _read_assistant(blocks: Sequence[_Block], param: str) -> SentMessage:
     )
 
 
-def _read_tool(tool: _Tool, param: str) -> Any:
-    if tool.input_schema is None or tool.type not in (None, "custom"):
-        raise CallError(
-            f"{param}: a tool of the type {tool.type!r}; expected a tool of the client, with "
-            "name, description and input_schema",
-            code="unsupported_tool",
-            param=param,
-        )
-    function = {"name": tool.name, "parameters": tool.input_schema}
-    described = {"description": tool.description} if tool.description else {}
-    return read_tool({**function, **described}, param)
+def _read_tool(tool: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the function of a tool; None for a tool that Anthropic defines, such as its search."""
+    if tool.get("type") not in (None, "custom"):
+        return None
+    described = {"description": tool["description"]} if tool.get("description") else {}
+    return {"name": tool.get("name"), "parameters": tool.get("input_schema"), **described}
 
 
 def _stop_reason(reply: ChatReply) -> str:

@@ -101,10 +101,13 @@ class ChatCall:
     previous_reply: str = ""
     """`reply_id` of the reply that `messages` follow, if they are not the whole history."""
     tools: Sequence[OpenAIFunctionToolSchema] = ()
+    namespaces: Mapping[str, str] = field(default_factory=dict[str, str])
+    """By the name of a tool, the client's namespace that its name begins with."""
     model: str = ""
     """Name of the model that the client asked for. It is echoed and has no effect."""
     tool_choice: str = "auto"
-    """`auto`, `none`, `required`, or `tool:` and the name of the only tool to call."""
+    """`auto`, `none`, `required`, or `tool:` and the name of the only tool to call. Any other
+    choice has no effect, and is reported."""
     parallel_calls: bool = True
     """Whether the client accepts several calls in one completion."""
     stop: tuple[str, ...] = ()
@@ -148,9 +151,9 @@ class ChatReply:
     @property
     def outcome(self) -> Literal["stop", "length", "tool_calls"]:
         """Why the completion ended, as OpenAI names it."""
-        if self.message.calls:
-            return "tool_calls"
-        return "length" if self.finish_reason is FinishReason.LENGTH else "stop"
+        if self.finish_reason is FinishReason.LENGTH:
+            return "length"
+        return "tool_calls" if self.message.calls else "stop"
 
 
 def write_json(value: Any) -> str:

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from agentrl.agent_loops.gateway.calls import (
     CallError,
@@ -21,9 +21,19 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Body(BaseModel):
-    """A part of a client's body. Unknown fields are kept; those of the body itself are reported."""
+    """A part of a client's body. A null is an absent field.
+
+    Unknown fields are kept; those of the body itself are reported.
+    """
 
     model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {k: v for k, v in cast("dict[str, Any]", given).items() if v is not None}
 
 
 class Event(NamedTuple):
@@ -66,7 +76,7 @@ class Dialect(Protocol):
 
 
 def read_body(model: type[M], body: bytes) -> M:
-    """Read the body of a call.
+    """Read the body of a call. Halves of surrogate pairs become U+FFFD, and are reported.
 
     Raises:
         CallError: If it is not JSON, or not the JSON of the model. Names the field.
@@ -75,10 +85,24 @@ def read_body(model: type[M], body: bytes) -> M:
         return model.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "json_invalid" and (repaired := _without_surrogates(body)):
+            read = read_body(model, repaired)
+            cast("dict[str, Any]", read.model_extra)["surrogates"] = True
+            return read
         where = ".".join(map(str, first["loc"]))
         raise CallError(
             f"{where or 'the body'}: {first['msg']}", code="invalid_request", param=where or None
         ) from None
+
+
+def _without_surrogates(body: bytes) -> bytes | None:
+    """Replace halves of surrogate pairs in JSON by U+FFFD; None if there are none."""
+    try:
+        text = json.dumps(json.loads(body), ensure_ascii=False)
+    except ValueError:
+        return None
+    replaced = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return replaced.encode() if replaced != text else None
 
 
 def refuse_several(n: int | None) -> None:
@@ -96,12 +120,27 @@ def refuse_several(n: int | None) -> None:
         )
 
 
-def read_tool(function: Mapping[str, Any], param: str) -> OpenAIFunctionToolSchema:
+def read_tools(functions: Mapping[str, Any]) -> list[OpenAIFunctionToolSchema]:
+    """Read the tools of a body. Those that are not functions of the client are left out.
+
+    Args:
+        functions: By the field of the body, the function of each tool; None if it is none.
+
+    Raises:
+        CallError: If a function is not valid.
+    """
+    return [read_tool(one, param) for param, one in functions.items() if one is not None]
+
+
+def read_tool(function: Any, param: str) -> OpenAIFunctionToolSchema:
     """Read the schema of a tool; equal schemas are one object, which templates cache by identity.
 
     Raises:
         CallError: If it is not valid.
     """
+    if isinstance(function, dict):
+        items = cast("dict[str, Any]", function).items()
+        function = {key: value for key, value in items if value is not None}
     return _read_tool(json.dumps(function), param)
 
 
@@ -147,7 +186,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 def read_content(content: str | Sequence[Part] | None, param: str) -> tuple[str, Form]:
-    """Join the text parts of a content.
+    """Join the text parts of a content by line breaks.
 
     Raises:
         CallError: For a part that is not text.
@@ -161,7 +200,7 @@ def read_content(content: str | Sequence[Part] | None, param: str) -> tuple[str,
                 code="unsupported_content",
                 param=f"{param}[{index}].type",
             )
-    return "".join(part.text or "" for part in content), "parts"
+    return "\n".join(part.text for part in content if part.text), "parts"
 
 
 def read_sampling(body: BaseModel) -> dict[str, float]:
@@ -171,15 +210,22 @@ def read_sampling(body: BaseModel) -> dict[str, float]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def find_ignored(body: BaseModel, harmless: frozenset[str]) -> tuple[str, ...]:
-    """Return the names of fields that were sent and have no effect."""
+def find_ignored(
+    body: BaseModel, harmless: frozenset[str], left_out: Mapping[str, bool]
+) -> tuple[str, ...]:
+    """Return the names of fields that were sent and have no effect, or not their whole effect.
+
+    Args:
+        body: What was sent.
+        harmless: Unknown fields that have no effect on a completion anywhere.
+        left_out: Known fields, and whether something in them was left out.
+    """
     extra = body.model_extra or {}
-    return tuple(sorted(k for k, v in extra.items() if k not in harmless and v not in _UNSET))
+    unknown = [k for k, v in extra.items() if k not in harmless and v not in _UNSET]
+    return tuple(sorted([*unknown, *(name for name, is_cut in left_out.items() if is_cut)]))
 
 
 _UNSET: tuple[Any, ...] = (None, [], {}, "")
-
-Choice = Literal["auto", "none", "required"]
 
 
 def cut_text(text: str, size: int = 64) -> Iterator[str]:

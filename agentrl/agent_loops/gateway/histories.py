@@ -6,6 +6,7 @@ the path as long as each of its messages says the same. Clients change details t
 the content: these are `Difference`s, and each is counted. Any other change leaves the path.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +21,30 @@ S = TypeVar("S")
 Tools = Sequence[OpenAIFunctionToolSchema]
 THOUGHTS = {"<think>": "</think>", "<thinking>": "</thinking>"}
 """Tags between which clients put a thought into a text."""
+
+
+LEFT_OUT_LINES = (
+    r"x-[a-z0-9-]+-header: .*",  # Claude Code's `x-anthropic-billing-header`
+)
+"""Lines of system messages for the server's accounts (regular expressions). The policy does not get
+them."""
+
+VOLATILE_LINES = (
+    # "Current time: 13:04", "Today's date is 2026-11-27", "It is now Fri Nov 27 2026 13:04:06"
+    r"(?=.*(?<![a-z])(?:date|time|datetime|timestamp|today|now)(?![a-z]))"
+    r".*(?<!\d)(?:\d\d?:\d\d|20\d\d)(?!\d).*",
+    # "timestamp: 1795784686"
+    r"\W*(?:[a-z]+[ _-]){0,2}(?:time|timestamp|now)\W+\d{9,}(?:\.\d+)?\W*",
+    # "request_id: 7f3a", "<trace-id>7f3a</trace-id>", "nonce = 7f3a"
+    r"\W*(?:(?:[a-z]+[ _-]){0,2}(?:request|trace|turn|message|call|span)[ _-]?id|nonce)\W*[:=>].*",
+)
+"""Lines of system messages with a time, or an id of the call (regular expressions). The policy gets
+the first one; another value in a later call does not change the history."""
+
+_LEFT_OUT, _VOLATILE = (
+    re.compile("|".join(f"(?:{line})" for line in lines), re.IGNORECASE)
+    for lines in (LEFT_OUT_LINES, VOLATILE_LINES)
+)
 
 
 class Difference(StrEnum):
@@ -41,8 +66,8 @@ class Difference(StrEnum):
     """Other ids of the same tool calls."""
     SPLIT_MESSAGE = "split_message"
     """The text and the calls of one completion as several messages."""
-    REPEATED_SYSTEM = "repeated_system"
-    """A system message that is in the history already. The repetition is left out."""
+    VOLATILE_LINE = "volatile_line"
+    """A line of a system message that `LEFT_OUT_LINES` or `VOLATILE_LINES` names."""
     RESULT_ORDER = "result_order"
     """Tool results in another order than their calls. They are shown in the order of the calls."""
     TOOL_ORDER = "tool_order"
@@ -188,24 +213,25 @@ def _follow(path: _Path[S], message: SentMessage) -> Iterator[_Path[S]]:
 def tidy(messages: Sequence[SentMessage]) -> tuple[list[SentMessage], Counter[Difference]]:
     """Write a history in one form, and count what was changed.
 
-    Repeated system messages are left out; the text and the calls of one completion become one
-    message; results are in the order of their calls and have the names of their tools.
+    Lines for the server are left out; the text and the calls of one completion become one message;
+    results are in the order of their calls and have the names of their tools.
     """
     found: Counter[Difference] = Counter()
     tidied: list[SentMessage] = []
     split: dict[int, list[SentCall]] = {}
-    system_texts: set[str] = set()
     for message in messages:
         last = tidied[-1] if tidied else None
-        if message.role == "system" and message.text.strip() in system_texts:
-            found[Difference.REPEATED_SYSTEM] += 1
+        if message.role == "system":
+            lines = message.text.split("\n")
+            kept = [line for line in lines if not _LEFT_OUT.fullmatch(line.strip())]
+            found[Difference.VOLATILE_LINE] += len(lines) - len(kept)
+            if any(kept) or kept == lines:
+                tidied.append(replace(message, text="\n".join(kept)))
         elif last and _is_continued(last, message):
             found[Difference.SPLIT_MESSAGE] += 1
             split.setdefault(len(tidied) - 1, list(last.calls)).extend(message.calls)
         else:
             tidied.append(message)
-            if message.role == "system":
-                system_texts.add(message.text.strip())
     for index, calls in split.items():
         tidied[index] = replace(tidied[index], calls=tuple(calls))
     for start, end in list(_results(tidied)):
@@ -248,7 +274,9 @@ def compare(known: SentMessage, sent: SentMessage) -> list[Difference] | None:
     elif known.thought != sent.thought and not _add_text(found, known.thought, sent.thought):
         return None
     if not _add_text(found, known.text, sent.text):
-        return None
+        if known.role != "system" or _steady(known.text) != _steady(sent.text):
+            return None
+        found.append(Difference.VOLATILE_LINE)
     if known.form != sent.form and not (known.form == "null" and found):
         is_empty = not sent.text.strip() and "parts" not in (known.form, sent.form)
         found.append(Difference.EMPTY_CONTENT if is_empty else Difference.CONTENT_PARTS)
@@ -270,6 +298,12 @@ def _add_text(found: list[Difference], known: str, sent: str) -> bool:
         return False
     found.append(Difference.WHITESPACE)
     return True
+
+
+def _steady(text: str) -> list[str]:
+    """Return the lines of a system message, without the values of volatile ones."""
+    lines = (line.strip() for line in text.strip().splitlines())
+    return ["" if _VOLATILE.fullmatch(line) else line for line in lines]
 
 
 def _without_blanks(text: str) -> str:

@@ -8,7 +8,6 @@ from pydantic import Field
 from agentrl.agent_loops.gateway.calls import CallError, ChatCall, ChatReply, SentCall, SentMessage
 from agentrl.agent_loops.gateway.dialect import (
     Body,
-    Choice,
     Event,
     Part,
     cut_text,
@@ -17,7 +16,7 @@ from agentrl.agent_loops.gateway.dialect import (
     read_body,
     read_content,
     read_sampling,
-    read_tool,
+    read_tools,
     refuse_several,
 )
 
@@ -38,23 +37,18 @@ class _Message(Body):
     content: str | list[Part] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str = ""
-    name: str | None = None
+    name: str = ""
     reasoning_content: str | None = None
     reasoning: str | None = None
 
 
-class _Tool(Body):
-    type: Literal["function"]
-    function: dict[str, Any]
-
-
 class _Named(Body):
-    name: str
+    name: str = ""
 
 
-class _NamedChoice(Body):
-    type: Literal["function"]
-    function: _Named
+class _Choice(Body):
+    type: str
+    function: _Named = _Named()
 
 
 class _StreamOptions(Body):
@@ -64,8 +58,8 @@ class _StreamOptions(Body):
 class _Request(Body):
     messages: list[_Message] = Field(min_length=1)
     model: str = ""
-    tools: list[_Tool] | None = None
-    tool_choice: Choice | _NamedChoice | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
+    tool_choice: str | _Choice | None = None
     parallel_tool_calls: bool | None = None
     stop: str | list[str] | None = None
     n: int | None = None
@@ -91,22 +85,30 @@ class OpenAIChat:
         """Read a body (see `Dialect.read`)."""
         given = read_body(_Request, body)
         refuse_several(given.n)
+        tools = {
+            f"tools[{i}]": tool.get("function", {})
+            if tool.get("type") in (None, "function")
+            else None
+            for i, tool in enumerate(given.tools)
+        }
         choice = given.tool_choice or "auto"
+        if not isinstance(choice, str):
+            choice = f"tool:{choice.function.name}" if choice.type == "function" else choice.type
+        stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
+        left_out = {"tools": None in tools.values(), "stop": "" in stops}
         return ChatCall(
             messages=[_read_message(m, f"messages[{i}]") for i, m in enumerate(given.messages)],
-            tools=[
-                read_tool(tool.function, f"tools[{i}]") for i, tool in enumerate(given.tools or [])
-            ],
+            tools=read_tools(tools),
             model=given.model,
-            tool_choice=choice if isinstance(choice, str) else f"tool:{choice.function.name}",
+            tool_choice=choice,
             parallel_calls=given.parallel_tool_calls is not False,
-            stop=tuple([given.stop] if isinstance(given.stop, str) else given.stop or ()),
+            stop=tuple(filter(None, stops)),
             max_tokens=given.max_completion_tokens or given.max_tokens,
             logprobs=bool(given.logprobs),
             stream=bool(given.stream),
             stream_usage=given.stream_options is not None and given.stream_options.include_usage,
             sampling=read_sampling(given),
-            ignored=find_ignored(given, _HARMLESS),
+            ignored=find_ignored(given, _HARMLESS, left_out),
         )
 
     def write(self, reply: ChatReply, call: ChatCall) -> dict[str, Any]:
@@ -196,7 +198,7 @@ def _read_message(message: _Message, param: str) -> SentMessage:
         thought=(message.reasoning_content or message.reasoning or "") if is_assistant else "",
         calls=tuple(calls) if is_assistant else (),
         call_id=message.tool_call_id if message.role == "tool" else "",
-        name=(message.name or "") if message.role == "tool" else "",
+        name=message.name if message.role == "tool" else "",
     )
 
 

@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from agentrl.agent_loops.gateway.calls import CallError, ChatCall, ChatReply, SentMessage
 from agentrl.agent_loops.gateway.dialect import (
     Body,
-    Choice,
     Event,
     Part,
     cut_text,
@@ -19,7 +18,7 @@ from agentrl.agent_loops.gateway.dialect import (
     read_body,
     read_content,
     read_sampling,
-    read_tool,
+    read_tools,
 )
 from agentrl.agent_loops.gateway.openai_chat import OpenAIChat, write_log_probs
 
@@ -29,31 +28,34 @@ class _Item(Body):
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[Part] | None = None
     call_id: str = ""
+    namespace: str = ""
     name: str = ""
     arguments: str = ""
     output: str | list[Part] | None = None
     summary: list[Part] | None = None
 
 
-class _Tool(Body):
+class _Namespace(Body):
+    type: Literal["namespace"]
+    name: str = Field(min_length=1)
+    tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
+
+
+_Tool = Annotated[_Namespace | dict[str, Any], Field(union_mode="left_to_right")]
+
+
+class _Choice(Body):
     type: str
+    namespace: str = ""
     name: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _NamedChoice(Body):
-    type: Literal["function"]
-    name: str
 
 
 class _Request(Body):
     input: str | list[_Item]
     model: str = ""
     instructions: str | None = None
-    tools: list[_Tool] | None = None
-    tool_choice: Choice | _NamedChoice | None = None
+    tools: list[_Tool] = Field(default_factory=list[_Tool])
+    tool_choice: str | _Choice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
@@ -95,22 +97,36 @@ class OpenAIResponses:
             messages.insert(0, first)
         if not messages:
             raise CallError("input: no items", code="invalid_request", param="input")
+        tools: dict[str, dict[str, Any] | None] = {}
+        namespaces: dict[str, str] = {}
+        for index, tool in enumerate(given.tools):
+            at = f"tools[{index}]"
+            if isinstance(tool, dict):
+                tools[at] = _read_tool(tool)
+                continue
+            inner = [_read_tool(one, tool.name) for one in tool.tools]
+            tools |= {f"{at}.tools[{i}]": one for i, one in enumerate(inner)}
+            namespaces |= {one["name"]: tool.name for one in inner if one}
         choice = given.tool_choice or "auto"
+        wanted = choice if isinstance(choice, str) else choice.type
+        if not isinstance(choice, str) and wanted == "function":
+            wanted = f"tool:{_qualify(choice.namespace, choice.name)}"
         return ChatCall(
             messages=messages,
             previous_reply=(given.previous_response_id or "").removeprefix("resp_"),
-            tools=[_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(given.tools or [])],
+            tools=read_tools(tools),
+            namespaces=namespaces,
             model=given.model,
-            tool_choice=choice if isinstance(choice, str) else f"tool:{choice.name}",
+            tool_choice=wanted,
             parallel_calls=given.parallel_tool_calls is not False,
             max_tokens=given.max_output_tokens,
             logprobs=_LOG_PROBS in (given.include or []),
             stream=bool(given.stream),
             sampling=read_sampling(given),
-            ignored=find_ignored(given, _HARMLESS),
+            ignored=find_ignored(given, _HARMLESS, {"tools": None in tools.values()}),
             echo={
                 "instructions": given.instructions,
-                "tools": [tool.model_dump(exclude_unset=True) for tool in given.tools or []],
+                "tools": [t if isinstance(t, dict) else t.model_dump() for t in given.tools],
                 "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
                 "parallel_tool_calls": given.parallel_tool_calls is not False,
                 "max_output_tokens": given.max_output_tokens,
@@ -198,7 +214,8 @@ def _read_assistant(item: _Item, param: str) -> SentMessage | None:
         thought = "".join(part.text or "" for part in parts or item.summary or [])
         return SentMessage(role="assistant", form="null", thought=thought)
     if item.type == "function_call":
-        call = read_arguments(item.name, item.call_id, item.arguments, param)
+        name = _qualify(item.namespace, item.name)
+        call = read_arguments(name, item.call_id, item.arguments, param)
         return SentMessage(role="assistant", form="null", calls=(call,))
     if item.type == "message" and item.role == "assistant":
         text, _ = read_content(item.content, f"{param}.content")
@@ -221,15 +238,17 @@ def _read_other(item: _Item, param: str) -> SentMessage:
     return SentMessage(role="system" if item.role == "developer" else item.role, text=text)
 
 
-def _read_tool(tool: _Tool, param: str) -> Any:
-    if tool.type != "function":
-        raise CallError(
-            f"{param}: a tool of the type {tool.type!r}; expected `function`, a tool of the client",
-            code="unsupported_tool",
-            param=param,
-        )
-    given = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return read_tool({k: v for k, v in given.items() if v is not None}, param)
+def _read_tool(tool: dict[str, Any], space: str = "") -> dict[str, Any] | None:
+    """Return the function of a tool; None if it is of another kind, such as a search."""
+    if tool.get("type") not in (None, "function"):
+        return None
+    function = {key: tool.get(key) for key in ("name", "description", "parameters")}
+    return function | {"name": function["name"] and _qualify(space, function["name"])}
+
+
+def _qualify(space: str, name: Any) -> Any:
+    """Return the name that the policy uses for a function, which may be in a namespace."""
+    return f"{space}__{name}" if space else name
 
 
 def _write_head(reply: ChatReply, call: ChatCall) -> dict[str, Any]:
@@ -267,11 +286,13 @@ def _write_items(reply: ChatReply, call: ChatCall) -> Iterator[dict[str, Any]]:
             "content": [part],
         }
     for index, made in enumerate(message.calls):
+        space = call.namespaces.get(made.name, "")
         yield {
             "type": "function_call",
             "id": f"fc_{number}_{index}",
             "call_id": made.id,
-            "name": made.name,
+            "name": made.name.removeprefix(_qualify(space, "")),
+            **({"namespace": space} if space else {}),
             "arguments": made.text,
             "status": "completed",
         }

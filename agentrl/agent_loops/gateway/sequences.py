@@ -76,7 +76,7 @@ def exclude_unused(
         The number of completions without effect, by reason.
     """
     counts = Counter[str]()
-    points = [point for one in sequences for point in one.points]
+    points = [point for one in sequences if one.cause != "side_call" for point in one.points]
     last = max(points, key=lambda point: (point.is_delivered, point.order), default=None)
     for point in points:
         if point.is_continued:
@@ -117,9 +117,14 @@ def check_tokens(sequence: TokenSequence, context: RolloutContext) -> None:
 def write_sequences(sequences: Sequence[TokenSequence], request: AsyncRolloutRequest) -> None:
     """Write sequences with a completion to a running request without tokens.
 
-    The one with the last delivered completion becomes the request's own, the others its branches.
+    The one with the last delivered completion that is not a side call becomes the request's own,
+    the others its branches.
     """
-    root = max(sequences, key=lambda one: (one.points[-1].is_delivered, one.points[-1].order))
+
+    def rank(one: TokenSequence) -> tuple[bool, bool, int]:
+        return one.cause != "side_call", one.points[-1].is_delivered, one.points[-1].order
+
+    root = max(sequences, key=rank)
 
     def parent_id(sequence: TokenSequence) -> str | None:
         parent = sequence.parent

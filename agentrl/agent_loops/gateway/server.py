@@ -109,9 +109,7 @@ class Gateway:
         """
         await self.start()
         request.take_edge(RequestState.RUNNING)
-        trajectory = Trajectory(
-            request, context, source or context.engine, discarded=self.settings.discarded
-        )
+        trajectory = Trajectory(request, context, source or context.engine, settings=self.settings)
         key = f"agentrl-{secrets.token_urlsafe(24)}"
         session = GatewaySession(key, self._address, trajectory, self.settings)
         self._sessions[key] = session

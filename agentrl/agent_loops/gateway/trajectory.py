@@ -15,21 +15,22 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 from itertools import count
 from typing import Literal
 
 from agentrl.agent_loops.gateway.calls import CallError, ChatCall, ChatReply, SentCall, SentMessage
-from agentrl.agent_loops.gateway.histories import HistoryTree, Match, Node, split_thought
+from agentrl.agent_loops.gateway.histories import HistoryTree, Match, Node, split_thought, tidy
 from agentrl.agent_loops.gateway.prompts import TooLongError, encode_prompt
 from agentrl.agent_loops.gateway.sequences import (
-    Discarded,
     Point,
     TokenSequence,
     check_tokens,
     exclude_unused,
     write_sequences,
 )
+from agentrl.config.schema.agent import GatewayConfig
 from agentrl.engines.protocol import Completion, CompletionSource, FinishReason
 from agentrl.errors import EngineError, TemplateError
 from agentrl.messages import CallOutcome, Message, OpenAIFunctionToolSchema
@@ -73,7 +74,7 @@ class Trajectory:
         request: The request of the agent, running. It gets its sequences in `finish`.
         context: Template, parser and budgets' helpers of the run.
         source: Generates the completions. Calls run one at a time if it is not the run's engine.
-        discarded: What happens to completions that the agent did not use.
+        settings: What of the trajectory is trained.
 
     Attributes:
         counts: Calls, sequences by cause, differences, cuts and options without effect, by name.
@@ -87,7 +88,7 @@ class Trajectory:
         context: RolloutContext,
         source: CompletionSource,
         *,
-        discarded: Discarded = "exclude",
+        settings: GatewayConfig | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.cut: StopReason | None = None
@@ -95,9 +96,10 @@ class Trajectory:
         self._request = request
         self._context = context
         self._source = source
-        self._discarded: Discarded = discarded
+        self._settings = settings or GatewayConfig()
         self._sequences: list[TokenSequence] = []
         self._tree = HistoryTree[Point](lambda point: point.is_free)
+        self._side_tree = HistoryTree[Point](lambda point: point.is_free)
         self._nodes: dict[Point, Node[Point]] = {}
         self._replies: dict[str, Node[Point]] = {}
         self._opened: dict[Node[Point], list[TokenSequence]] = {}
@@ -126,7 +128,7 @@ class Trajectory:
             completion = await self._generate(plan, observed, call)
             reply, point = self._append(plan, observed, completion, call, started)
         except TooLongError as error:
-            self._record_cut(error.budget)
+            self._record_cut(error.budget, plan.sequence)
             raise
         except EngineError as error:
             self.error = error
@@ -146,7 +148,8 @@ class Trajectory:
         Raises:
             CallError: If the template cannot render the messages, or they are too long to count.
         """
-        shown = [self._show_in_prompt(message) for message in self._whole_history(call)]
+        history, _ = tidy(self._whole_history(call))
+        shown = [self._show_in_prompt(message) for message in history]
         limit = self._request.budgets.max_model_len
         return len(await encode_prompt(shown, call.tools, self._context.template, limit))
 
@@ -161,16 +164,19 @@ class Trajectory:
             what, limit = f"max_tool_calls, {calls}", StopReason.MAX_TOOL_CALLS
         else:
             return
-        self._record_cut(limit)
+        self._record_cut(limit, None)
         raise CallError(f"the budget {what}, is spent", status=403, code="budget_exceeded")
 
-    def _record_cut(self, limit: StopReason) -> None:
-        self.cut = limit
+    def _record_cut(self, limit: StopReason, sequence: TokenSequence | None) -> None:
+        if sequence is None or sequence.cause != "side_call":
+            self.cut = limit
         self.counts[f"cut_{limit}"] += 1
 
     def _plan(self, call: ChatCall) -> _Plan:
         """Choose the sequence of a call. Nothing is awaited, so calls cannot choose the same."""
-        match = self._tree.match(self._whole_history(call), call.tools)
+        is_side = any(fnmatchcase(call.model, one) for one in self._settings.untrained_models)
+        tree = self._side_tree if is_side else self._tree
+        match = tree.match(self._whole_history(call), call.tools)
         for difference, number in match.differences.items():
             self.counts[str(difference)] += number
         for node in (match.completion or match.nearest).path():
@@ -181,7 +187,7 @@ class Trajectory:
                 return self._plan_delta(match, match.completion, call.tools)
             except TemplateError:
                 self.counts["unrenderable_delta"] += 1
-        return self._plan_prompt(match, call.tools)
+        return self._plan_prompt(match, call.tools, is_side=is_side)
 
     def _whole_history(self, call: ChatCall) -> Sequence[SentMessage]:
         """Return the messages of a call, after those of the reply that they follow, if any.
@@ -228,7 +234,8 @@ class Trajectory:
         delta = self._context.template.plan_delta(shown, tools=known)
         is_branch = not point.is_free
         if is_branch:
-            sequence = self._begin_sequence("branch", sequence, known)
+            cause = "side_call" if sequence.cause == "side_call" else "branch"
+            sequence = self._begin_sequence(cause, sequence, known)
             sequence.copied = point
         return _Plan(
             sequence=sequence,
@@ -274,14 +281,18 @@ class Trajectory:
             shown.append(result if is_tool else Message(role=parser.result_role, content=text))
         return shown, total
 
-    def _plan_prompt(self, match: Match[Point], tools: Sequence[OpenAIFunctionToolSchema]) -> _Plan:
+    def _plan_prompt(
+        self, match: Match[Point], tools: Sequence[OpenAIFunctionToolSchema], *, is_side: bool
+    ) -> _Plan:
         """Plan to begin a sequence with the whole history as its prompt."""
         opened = self._opened.get(match.same_prompt, []) if match.same_prompt else []
         unused = next((one for one in opened if not (one.is_busy or one.points)), None)
-        after = match.same_prompt or self._tree.add(match.messages, tools)
+        tree = self._side_tree if is_side else self._tree
+        after = match.same_prompt or tree.add(match.messages, tools)
         if unused is None:
-            cause = "branch" if opened else "rewrite" if self._sequences else None
             parent = opened[0] if opened else self._find_nearest(match.nearest)
+            cause = "branch" if opened else "rewrite" if parent else None
+            cause = "side_call" if is_side else cause
             unused = self._begin_sequence(cause, parent, list(tools))
             self._opened.setdefault(after, []).append(unused)
             after.is_prompt = True
@@ -304,7 +315,7 @@ class Trajectory:
                 return node.sampled.sequence
             if node.parent is not None and (below := _first_below(node)):
                 return below.sequence
-        return self._sequences[0] if self._sequences else None
+        return next((one for one in self._sequences if one.cause != "side_call"), None)
 
     def _begin_sequence(
         self,
@@ -436,7 +447,9 @@ class Trajectory:
             seconds=time.monotonic() - started,
             seconds_started=unix_time(started),
         )
-        self._record_end(record, turn, call)
+        if plan.sequence.cause == "side_call":
+            record.exclude_turn(turn.index, f"a call of the model {call.model!r}")
+        self._record_end(plan.sequence, turn, call)
         read = self._read(turn, completion, call, record)
         record.messages.append(read.message)
         point = Point(plan.sequence, turn, self._num_completions, len(record.messages))
@@ -449,8 +462,10 @@ class Trajectory:
         self._nodes[point] = self._replies[reply.reply_id] = node
         return reply, point
 
-    def _record_end(self, record: AsyncRolloutRequest, turn: Turn, call: ChatCall) -> None:
-        self.cut = None
+    def _record_end(self, sequence: TokenSequence, turn: Turn, call: ChatCall) -> None:
+        record = sequence.record
+        if sequence.cause != "side_call":
+            self.cut = None
         if turn.finish_reason is not FinishReason.LENGTH:
             return
         if record.num_tokens_left > 0:
@@ -460,7 +475,7 @@ class Trajectory:
         else:
             is_response = record.nearest_limit is StopReason.RESPONSE_BUDGET
             turn.cut = "response" if is_response else "model"
-            self._record_cut(record.nearest_limit)
+            self._record_cut(record.nearest_limit, sequence)
 
     def _read(
         self, turn: Turn, completion: Completion, call: ChatCall, record: AsyncRolloutRequest
@@ -535,9 +550,9 @@ class Trajectory:
         own = self._request.sampling
         rules = {"temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k}
         unmet = [name for name, value in call.sampling.items() if rules.get(name) != value]
-        wanted = call.tool_choice.removeprefix("tool:")
-        if (call.tool_choice == "required" and not calls) or (
-            call.tool_choice.startswith("tool:") and {made.name for made in calls} != {wanted}
+        choice, names = call.tool_choice, {f"tool:{made.name}" for made in calls}
+        if choice not in ("auto", "none") and not (
+            calls if choice == "required" else names == {choice}
         ):
             unmet.append("tool_choice")
         if len(calls) > 1 and not call.parallel_calls:
@@ -549,7 +564,9 @@ class Trajectory:
 
         The request stays running. Without a completion it has no tokens.
         """
-        self.counts.update(exclude_unused(self._sequences, self._has_later, self._discarded))
+        self.counts.update(
+            exclude_unused(self._sequences, self._has_later, self._settings.discarded)
+        )
         kept = [one for one in self._sequences if one.points]
         for sequence in kept:
             check_tokens(sequence, self._context)

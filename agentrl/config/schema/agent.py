@@ -19,6 +19,9 @@ class GatewayConfig(Section):
     """Training of completions that the agent sampled again from the same history and did not use.
     exclude: they are not in the loss, because the reward is that of another completion; train: for
     agents that use all samples, such as a vote."""
+    untrained_models: tuple[str, ...] = ()
+    """Names of models, with `*` and `?`, that the agent calls for titles and summaries of its own.
+    The policy answers such a call in a sequence of its own, which is kept and not trained."""
     model_name: str = Field(default="policy", min_length=1)
     """Name of the model in `GET /v1/models` and in the environment of agents. Calls may name any.
     """

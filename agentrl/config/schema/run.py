@@ -291,7 +291,7 @@ class RolloutConfig(Section):
     top_k: int = -1
     """Sample from this many of the most likely tokens; -1: all. A limit biases training, which is
     reported."""
-    stop: list[str] = Field(default_factory=list[str])
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list[str])
     """Stop strings in addition to the template's end of turn; they stay in the output."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Most tokens of prompt and response; null: the sum of `data.max_prompt_length` and

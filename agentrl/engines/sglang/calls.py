@@ -272,7 +272,7 @@ def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "stop": list(sampling.stop),
+        "stop": list(filter(None, sampling.stop)),
         "no_stop_trim": True,
         "skip_special_tokens": False,
     }

@@ -208,7 +208,7 @@ def _gateway_metrics(requests: Requests) -> MetricDict:
         **{
             name: SumMetric(float(number))
             for name, number in sorted(counts.items())
-            if not name.startswith("gateway/ignored_")
+            if name == "gateway/ignored_tools" or not name.startswith("gateway/ignored_")
         },
     }
 

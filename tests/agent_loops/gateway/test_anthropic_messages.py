@@ -112,9 +112,6 @@ async def test_errors_are_in_the_format_of_anthropic() -> None:
         shown = [{"role": "user", "content": [image]}]
         with pytest.raises(anthropic.BadRequestError, match="reads text only"):
             await api.messages.create(**ASKED | {"messages": shown})
-        search: Any = {"type": "web_search_20250305", "name": "web_search"}
-        with pytest.raises(anthropic.BadRequestError, match="a tool of the type"):
-            await api.messages.create(**ASKED | {"tools": [search]})
         with pytest.raises(anthropic.AuthenticationError, match="unknown key"):
             await api.with_options(api_key="wrong").messages.create(**ASKED)
     assert served.engine.calls == []

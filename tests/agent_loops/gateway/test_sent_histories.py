@@ -35,7 +35,6 @@ class Style(NamedTuple):
 
     changes: frozenset[Difference]
     results: Literal["text", "parts", "text, later parts"]
-    repeats_system: bool
     reorders_tools: bool
 
 
@@ -214,7 +213,6 @@ styles = st.builds(
     st.frozensets(st.sampled_from(CHANGES), max_size=4),
     st.sampled_from(["text", "parts", "text, later parts"]),
     st.booleans(),
-    st.booleans(),
 )
 # Clients cannot send half of a surrogate pair.
 texts = HOSTILE.map(lambda text: text.encode("utf-8", "replace").decode())
@@ -247,9 +245,6 @@ async def converse(
                     expected.add(change)
             sent += written
         num_shown = len(client.items)
-        if style.repeats_system and path != "/v1/messages" and number:
-            sent.insert(len(sent) - 1, client.items[0])
-            expected.add(Difference.REPEATED_SYSTEM)
         is_reordered = style.reorders_tools and number % 2
         if is_reordered:
             expected.add(Difference.TOOL_ORDER)
