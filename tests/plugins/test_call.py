@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from agentrl.plugins.call import (
     call_bounded,
     call_method,
     in_thread_loop,
+    setting_up,
 )
 
 
@@ -193,3 +195,30 @@ def test_an_object_of_a_closed_loop_is_dropped():
     first, second = asyncio.run(get()), asyncio.run(get())
     assert first is not second
     assert len(made._by_loop) == 1
+
+
+@pytest.mark.parametrize("run", [lambda call: call(), in_thread_loop], ids=["loop", "thread"])
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_time_of_set_up_is_not_counted_and_the_rest_is(run: Any, is_late: bool):
+    async def sets_up() -> None:
+        with setting_up():
+            await asyncio.sleep(0.4)
+
+    async def works() -> str:
+        await asyncio.gather(sets_up(), sets_up())
+        with setting_up():
+            await sets_up()
+        await asyncio.sleep(60 if is_late else 0)
+        return "done"
+
+    bounded = call_bounded(lambda: run(works), timeout_s=0.3, name="x")
+    if is_late:
+        with pytest.raises(CallTimeoutError):
+            await bounded
+    else:
+        assert await bounded == "done"
+
+
+async def test_set_up_needs_no_bounded_call():
+    with setting_up():
+        await asyncio.sleep(0)
