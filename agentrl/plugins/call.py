@@ -14,7 +14,7 @@ import logging
 import sysconfig
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -137,6 +137,21 @@ async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         return await method(*args, **kwargs)
     value = await in_thread(lambda: method(*args, **kwargs))
     return await value if inspect.isawaitable(value) else value
+
+
+def accepted_keywords(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the offered keywords that a user's function takes: all, with `**kwargs`.
+
+    For optional keywords: code of users may be older, or shorter, than the interface.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # written in C: it has no signature
+        return dict(offered)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(offered)
+    named = {name for name, p in parameters.items() if p.kind is not p.POSITIONAL_ONLY}
+    return {name: value for name, value in offered.items() if name in named}
 
 
 def with_event_loop(function: Callable[[], T]) -> T:

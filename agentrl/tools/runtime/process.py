@@ -284,7 +284,7 @@ def _serve(connection: Connection, packed: PackedTool) -> None:
     """Answer calls until the other end closes. This is the whole life of the process."""
     os.setsid()
     # Ctrl-C is the trainer's. Programs that the tool starts would inherit SIG_IGN, not a handler.
-    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGINT, lambda number, frame: None)
     end_with_parent()  # a call that never returns does not see that the other end has closed
     pid = os.getpid()
 
