@@ -47,7 +47,12 @@ def notes(folder: Path, kind: str, entry: dict[str, Any], caplog: Any) -> list[s
     ],
 )  # fmt: skip
 def test_a_key_without_effect_under_verls_class_path_is_noted(
-    tmp_path: Path, caplog: Any, kind: str, class_name: str, config: dict[str, Any], noted: list[str]
+    tmp_path: Path,
+    caplog: Any,
+    kind: str,
+    class_name: str,
+    config: dict[str, Any],
+    noted: list[str],
 ):
     entry = {"class_name": class_name, "config": config}
     found = notes(tmp_path, kind, entry, caplog)
