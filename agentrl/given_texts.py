@@ -5,21 +5,21 @@ the schema knows which keys are text, so a refused value is replaced by its text
 accepted. Numbers are read as people write them: `010` is ten, and `12:30` is a text.
 """
 
+import copy
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 Loc = tuple[int | str, ...]
-_LEADING_ZERO = re.compile(r"([-+]?)0[0_]*([0-7_]+)")
+_OCTAL = re.compile(r"^([-+]?)0[0_]*([0-7_]+)$")
 _BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?")
-_ODD_KEY = re.compile(r"(?i)yes|no|on|off|true|false|[-+]?[0-9_]*(?:[_:][0-9_:.]*|(?<=^0)[0-9_]+)")
+_ODD_KEY = re.compile(r"(?i)yes|no|on|off|true|false|[0-9]*_[0-9_]*|0[0-9]+")
 _KEPT = frozenset({"", "~", "null", "Null", "NULL", "<<", "="})
 """Plain scalars that are no values of a text key: nulls, and what YAML merges by."""
 
@@ -39,33 +39,30 @@ def load_yaml(file: Path, *, as_texts: bool = False, **options: Any) -> DictConf
 
 
 def rewrite(source: str, *, as_texts: bool) -> str:
-    """Quote values of a YAML text, all or those that YAML 1.1 reads as nobody means them."""
+    """Quote all values of a YAML text, or those that YAML 1.1 reads as numbers to the base 60.
+
+    Octal numbers become decimal. Values with a tag stay as they are.
+    """
     try:
         tokens = list(yaml.scan(source))
     except yaml.YAMLError:  # the reader reports it
         return source
     for before, token in reversed([*zip([None, *tokens], tokens, strict=False)]):
-        if not (isinstance(token, yaml.ScalarToken) and token.plain):
-            continue
-        start, end = token.start_mark.index, token.end_mark.index
-        text, is_key = source[start:end], isinstance(before, yaml.KeyToken)
-        if text not in _KEPT and "\n" not in text:
-            source = source[:start] + _written(text, is_key, as_texts) + source[end:]
+        is_tagged = isinstance(before, yaml.TagToken)
+        if isinstance(token, yaml.ScalarToken) and token.plain and not is_tagged:
+            start, end = token.start_mark.index, token.end_mark.index
+            text, is_key = source[start:end], isinstance(before, yaml.KeyToken)
+            is_text = _ODD_KEY.fullmatch(text) is not None if is_key else as_texts
+            source = source[:start] + _written(text, is_text) + source[end:]
     return source
 
 
-def _written(text: str, is_key: bool, as_texts: bool) -> str:
-    if is_key:
-        is_quoted = _ODD_KEY.fullmatch(text) is not None
-    else:
-        is_quoted = as_texts or _BASE_60.fullmatch(text) is not None
-    if is_quoted:
+def _written(text: str, is_text: bool) -> str:
+    if text in _KEPT or "\n" in text:
+        return text
+    if is_text or _BASE_60.fullmatch(text):
         return "'" + text.replace("'", "''") + "'"
-    return text if is_key else _LEADING_ZERO.sub(r"\1\2", text) if _is_octal(text) else text
-
-
-def _is_octal(text: str) -> bool:
-    return _LEADING_ZERO.fullmatch(text) is not None
+    return _OCTAL.sub(r"\1\2", text)
 
 
 def with_texts(check: Callable[[Any], object], given: Any, text_at: Callable[[Loc], Any]) -> Any:
@@ -91,18 +88,6 @@ def with_texts(check: Callable[[Any], object], given: Any, text_at: Callable[[Lo
     return _replaced(given, {loc: text for loc, text in texts.items() if loc not in left})
 
 
-def text_in(texts: DictConfig, loc: Loc) -> Any:
-    """Return the text at a location of a tree that was read as texts; None if there is none."""
-    try:
-        found: Any = texts
-        for part in loc:
-            found = found[part]
-        is_tree = isinstance(found, DictConfig | ListConfig)
-        return OmegaConf.to_container(found, resolve=True) if is_tree else found
-    except (OmegaConfBaseException, KeyError, IndexError, TypeError):
-        return None
-
-
 def value_at(values: Any, loc: Sequence[int | str]) -> Any:
     """Return the value at a location; None if there is none."""
     for part in loc:
@@ -121,14 +106,7 @@ def _within(values: Any, loc: Loc) -> Loc:
 
 
 def _replaced(values: Any, texts: Mapping[Loc, Any]) -> Any:
-    if () in texts:
-        return texts[()]
-    below: dict[int | str, dict[Loc, Any]] = {}
+    values = copy.deepcopy(values)
     for loc, text in texts.items():
-        below.setdefault(loc[0], {})[loc[1:]] = text
-    if not below:
-        return values
-    changed: Any = dict(cast("Any", values)) if isinstance(values, Mapping) else list(values)
-    for part, inner in below.items():
-        changed[part] = _replaced(changed[part], inner)
-    return changed
+        value_at(values, loc[:-1])[loc[-1]] = text
+    return values

@@ -158,8 +158,8 @@ def test_the_yaml_of_plug_ins_keeps_texts_too(tmp_path: Path):
         "- class_name: agentrl.interactions.gsm8k_interaction.Gsm8kInteraction\n"
         "  name: 0123\n"
         "  data_sources: [on, 12:30, 1e5]\n"
-        "  config: {max_hints: 010}\n"
+        "  config: {max_hints: 010, hints: [!!str 010, '010']}\n"
     )
     [(name, user)] = initialize_interactions_from_config(path).items()
     assert (name, user.data_sources) == ("0123", ("on", "12:30", "1e5"))
-    assert user.config["max_hints"] == 10
+    assert (user.config["max_hints"], user.config["hints"]) == (10, ["010", "010"])

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,7 +30,7 @@ from agentrl.config.problems import (
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.verl import VerlReport, is_verl_tree, read_verl_tree
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.given_texts import load_yaml, text_in, with_texts
+from agentrl.given_texts import load_yaml, value_at, with_texts
 from agentrl.validation_messages import describe_malformed, describe_unresolved
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,10 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> ReadConfig:
     file = Path(path)
     overridden = [key_of(override) for override in overrides]
     given = apply_overrides(_read_yaml(file), overrides)
-    texts = cache(partial(_read_texts, file, overrides))
+    # The same with the given text as each value; read only if a value is refused.
+    texts = cache(
+        lambda: apply_overrides(_read_yaml(file, as_texts=True), overrides, as_texts=True)
+    )
     with naming_origin(overrides):
         with naming_file(file):
             is_verls = is_verl_tree(given)
@@ -117,11 +120,6 @@ def parse_config(raw: Mapping[str, Any], *, file: str | Path | None = None) -> R
     return _validate(dict(raw), file, ())
 
 
-def _read_texts(file: Path, overrides: Sequence[str]) -> DictConfig:
-    """Read the file and the overrides again, with the given text as each value."""
-    return apply_overrides(_read_yaml(file, as_texts=True), overrides, as_texts=True)
-
-
 def _read_yaml(file: Path, *, as_texts: bool = False) -> DictConfig:
     try:
         loaded = load_yaml(file, as_texts=as_texts)
@@ -163,7 +161,8 @@ def _validate(
         return RunConfig.model_validate(_with_named_files(values, file))
 
     if texts is not None:
-        raw = with_texts(check, raw, lambda loc: text_in(texts(), loc))
+        all_texts = cache(lambda: OmegaConf.to_container(texts(), resolve=True))
+        raw = with_texts(check, raw, lambda loc: value_at(all_texts(), loc))
     try:
         return check(raw)
     except ValidationError as error:

@@ -38,12 +38,9 @@ RENAMED_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "rate_limit": None,
         "enable_global_rate_limit": None,
     },
-    "agentrl.compat.tools.ImageZoomInTool": {
-        "num_workers": None,
-        "rate_limit": None,
-        "timeout": None,
-        "enable_global_rate_limit": None,
-    },
+    "agentrl.compat.tools.ImageZoomInTool": dict.fromkeys(
+        ("num_workers", "rate_limit", "timeout", "enable_global_rate_limit")
+    ),
 }
 """agentrl's name for verl's keys of a tool's `config`, by the class of the tool or a base class of
 it; None: the key has no meaning in agentrl and is dropped."""
