@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = """cli __main__.py commands doctor viewer trainer cluster quickstart compat workers
 collate.py algorithms rewards agent_loops rollout engines tools interactions data sandbox clients
 media answers.py plugins config protocol messages.py remote_io.py atomic_io.py
-validation_messages.py progress.py errors.py"""
+validation_messages.py given_texts.py progress.py errors.py"""
 """From the top layer down."""
 OUTSIDE = {
     "configs/tool_config/": "tools of the bundled examples, as YAML",

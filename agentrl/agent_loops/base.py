@@ -17,6 +17,7 @@ from agentrl.agent_loops.output import AgentLoopOutput
 from agentrl.agent_loops.placeholders import show_media
 from agentrl.agent_loops.server_manager import AsyncLLMServerManager
 from agentrl.errors import AgentError
+from agentrl.interactions.base import BaseInteraction
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.fitting import fit_prompt
 from agentrl.rollout.media import by_kind
@@ -66,6 +67,8 @@ class AgentLoopBase(ABC):
 
     Attributes:
         config: The configuration.
+        interactions: The run's interactions by name. A constructor that needs them has a parameter
+            `interactions`.
         loop: The running event loop.
 
     Example:
@@ -83,6 +86,7 @@ class AgentLoopBase(ABC):
         ...         )
     """
 
+    interactions: Mapping[str, BaseInteraction]
     _class_initialized: ClassVar[bool] = False
     """Set by loops of verl 0.6.1 in their `init_class`. Each class has its own."""
     _has_called_init: ClassVar[bool] = False
@@ -106,6 +110,8 @@ class AgentLoopBase(ABC):
     ) -> None:
         config = trainer_config.config
         kwargs.pop("tools", None)
+        if "interactions" in kwargs:
+            self.interactions = kwargs.pop("interactions")
         self._init_class_once(config, tokenizer, processor, kwargs)
         self.config = config
         self.rollout_config = config.actor_rollout_ref.rollout

@@ -30,7 +30,7 @@ VERL_LOOPS = (
 """Class paths of verl's loops that `agentrl.compat` has too."""
 _OFFERED = frozenset({
     *("self", "trainer_config", "server_manager", "tokenizer", "processor", "dataset_cls"),
-    *("data_config", "dataset_config", "hf_model_type", "tools"),
+    *("data_config", "dataset_config", "hf_model_type", "tools", "interactions"),
 })  # fmt: skip
 """Arguments that agentrl passes to constructors."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

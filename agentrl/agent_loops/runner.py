@@ -28,7 +28,7 @@ from agentrl.config.schema.run import RunConfig
 from agentrl.engines.protocol import CompletionSource, FinishReason
 from agentrl.errors import AgentError, EngineError, Fault, TransitionError
 from agentrl.messages import Message
-from agentrl.plugins.call import CallTimeoutError, call_bounded
+from agentrl.plugins.call import CallTimeoutError, accepted_keywords, call_bounded
 from agentrl.plugins.cancellation import is_cancelled
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.failures import describe_failure
@@ -105,6 +105,7 @@ class AgentLoopRunner:
 
         async def run() -> list[AgentLoopOutput]:
             loop = self._entry.build(self._offer(context) | {"server_manager": manager})
+            vars(loop).setdefault("interactions", context.interactions)
             return read_outputs(await _call_run(loop, sampling_params(request), make_row(request)))
 
         name, idle_s = f"agent loop {self._entry.name}", self._config.rollout.agent.loop_timeout_s
@@ -145,6 +146,7 @@ class AgentLoopRunner:
                 "dataset_config": view.data,
                 "hf_model_type": None,
                 "tools": ToolListWrap([tool_view(tool) for tool in context.tools]),
+                "interactions": dict(context.interactions),
             }
         return self._shared
 
@@ -157,7 +159,7 @@ def _call_run(loop: AgentLoopBase, sampling: dict[str, Any], row: dict[str, Any]
     """
     name = f"{type(loop).__name__}.run"
     try:
-        returned: Any = loop.run(sampling, **row)
+        returned: Any = loop.run(sampling, **accepted_keywords(loop.run, row))
     except TypeError as error:  # a coroutine function only binds its arguments here
         raise AgentError(
             f"{name} cannot be called with the row: {error}",

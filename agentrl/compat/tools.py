@@ -16,7 +16,7 @@ from agentrl.compat.scoring import FINISHED
 from agentrl.errors import ConfigError, ServiceError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins import load_class
-from agentrl.plugins.from_verl import VERL_TOOLS, translate
+from agentrl.plugins.from_verl import VERL_TOOLS, our_names, translate
 from agentrl.sandbox import Execution
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.geo3k_tool import Geo3kTool as OwnGeo3kTool
@@ -28,7 +28,6 @@ from agentrl.tools.sandbox_fusion_tool import SandboxFusionTool as OwnSandboxFus
 from agentrl.tools.search_tool import SearchTool as OwnSearchTool
 
 DEFAULT_TIMEOUT = 30
-_WORKER_POOL = ("num_workers", "rate_limit", "timeout", "enable_global_rate_limit")
 _MAX_ANSWER_BYTES = 16 * 1024 * 1024
 _NO_QUERIES = "Error: 'query_list' is missing, empty, or not a list in parameters."
 _NOT_FINISHED = "no stdout here"
@@ -102,8 +101,7 @@ class ImageZoomInTool(OwnImageZoomInTool):
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
-        own = {key: value for key, value in config.items() if key not in _WORKER_POOL}
-        super().__init__(own, tool_schema)
+        super().__init__(our_names(config, type(self)), tool_schema)
 
 
 class MCPBaseTool(MCPTool):

@@ -7,8 +7,9 @@ and converted (`agentrl.config.verl`).
 
 import logging
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -29,6 +30,7 @@ from agentrl.config.problems import (
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.verl import VerlReport, is_verl_tree, read_verl_tree
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.given_texts import load_yaml, value_at, with_texts
 from agentrl.validation_messages import describe_malformed, describe_unresolved
 
 logger = logging.getLogger(__name__)
@@ -71,13 +73,17 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> ReadConfig:
     file = Path(path)
     overridden = [key_of(override) for override in overrides]
     given = apply_overrides(_read_yaml(file), overrides)
+    # The same with the given text as each value; read only if a value is refused.
+    texts = cache(
+        lambda: apply_overrides(_read_yaml(file, as_texts=True), overrides, as_texts=True)
+    )
     with naming_origin(overrides):
         with naming_file(file):
             is_verls = is_verl_tree(given)
         if is_verls:
-            return ReadConfig(*read_verl_tree(given, file=file, overridden=overridden))
+            return ReadConfig(*read_verl_tree(given, texts, file=file, overridden=overridden))
         resolved = _resolve(given, file)
-    return ReadConfig(_validate(resolved, file, overridden), None)
+    return ReadConfig(_validate(resolved, file, overridden, texts), None)
 
 
 @contextmanager
@@ -114,9 +120,9 @@ def parse_config(raw: Mapping[str, Any], *, file: str | Path | None = None) -> R
     return _validate(dict(raw), file, ())
 
 
-def _read_yaml(file: Path) -> DictConfig:
+def _read_yaml(file: Path, *, as_texts: bool = False) -> DictConfig:
     try:
-        loaded = OmegaConf.load(file)
+        loaded = load_yaml(file, as_texts=as_texts)
     except FileNotFoundError:
         raise ConfigError(f"no file {file}", file=file, expected="a YAML run file") from None
     except yaml.MarkedYAMLError as error:
@@ -145,9 +151,20 @@ def _resolve(config: DictConfig, file: Path) -> dict[str, Any]:
     return resolved  # pyright: ignore[reportReturnType]
 
 
-def _validate(raw: dict[str, Any], file: str | Path | None, overridden: Sequence[str]) -> RunConfig:
+def _validate(
+    raw: dict[str, Any],
+    file: str | Path | None,
+    overridden: Sequence[str],
+    texts: Callable[[], DictConfig] | None = None,
+) -> RunConfig:
+    def check(values: dict[str, Any]) -> RunConfig:
+        return RunConfig.model_validate(_with_named_files(values, file))
+
+    if texts is not None:
+        all_texts = cache(lambda: OmegaConf.to_container(texts(), resolve=True))
+        raw = with_texts(check, raw, lambda loc: value_at(all_texts(), loc))
     try:
-        return RunConfig.model_validate(_with_named_files(raw, file))
+        return check(raw)
     except ValidationError as error:
         raise_problems(problems_of(error, overridden), file)
 

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from agentrl.errors import ConfigError
+from agentrl.given_texts import rewrite
 
 _TOKEN = re.compile(
     r"""(?<![^\s{\[,:])(?:"(?:\\.|[^"\\])*"|'[^']*')|[{}\[\],:]|[^{}\[\],:\s]+|\s+"""
@@ -20,19 +21,22 @@ _TOKEN = re.compile(
 """A quoted text, a sign of a flow mapping or list, the text between signs, blanks."""
 
 
-def apply_overrides(base: DictConfig, overrides: Sequence[str]) -> DictConfig:
+def apply_overrides(
+    base: DictConfig, overrides: Sequence[str], *, as_texts: bool = False
+) -> DictConfig:
     """Apply overrides to a file's content, in their order.
 
     Args:
         base: The file's content.
         overrides: The value is YAML; `{a:1}` needs no blank, as with Hydra. `+` and `++`, by which
             Hydra adds a key, set it as well; `~` removes a key of the file.
+        as_texts: Make every value except null the text that was given.
 
     Raises:
         ConfigError: for an override that cannot be read.
     """
     for override in overrides:
-        base = _apply(base, override)
+        base = _apply(base, override, as_texts=as_texts)
     return base
 
 
@@ -41,7 +45,7 @@ def key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
-def _apply(base: DictConfig, override: str) -> DictConfig:
+def _apply(base: DictConfig, override: str, *, as_texts: bool) -> DictConfig:
     key = key_of(override)
     if "@" in key or "/" in key:
         message = f"{override!r} chooses a file of Hydra, and agentrl composes no files"
@@ -51,7 +55,8 @@ def _apply(base: DictConfig, override: str) -> DictConfig:
     if "=" not in override or not key:
         raise ConfigError(f"{override!r} is no override", expected="section.key=value")
     try:
-        given = OmegaConf.from_dotlist([f"{key}={_with_blanks(override.partition('=')[2])}"])
+        value = rewrite(_with_blanks(override.partition("=")[2]), as_texts=as_texts)
+        given = OmegaConf.from_dotlist([f"{key}={value}"])
         return cast("DictConfig", OmegaConf.merge(base, given))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -16,6 +16,7 @@ from agentrl.data.rows import Prompt, RowReader
 from agentrl.errors import DataError
 from agentrl.media.loading import digest_sources
 from agentrl.plugins import load_object
+from agentrl.plugins.call import accepted_keywords
 
 
 class PromptDataset(Sequence[Prompt]):
@@ -148,16 +149,21 @@ def read_prompts(
 def _build_dataset(
     custom_class: Any, files: Sequence[str | Path], config: DataConfig, max_samples: int | None
 ) -> Any:
-    """Build the user's dataset, by agentrl's signature or by verl's, which has a `tokenizer`."""
+    """Build the user's dataset, by agentrl's signature or by verl's, which has a `tokenizer`.
+
+    The class gets the arguments that it takes. Rows above `max_samples` are cut anyway.
+    """
     if "tokenizer" not in inspect.signature(custom_class).parameters:
-        return custom_class(list(files), config, max_samples=max_samples)
-    return custom_class(
-        data_files=[str(file) for file in files],
-        tokenizer=None,
-        config=OmegaConf.create(config.model_dump(mode="json")),
-        processor=None,
-        max_samples=-1 if max_samples is None else max_samples,
-    )
+        options = accepted_keywords(custom_class, {"max_samples": max_samples})
+        return custom_class(list(files), config, **options)
+    given = {
+        "data_files": [str(file) for file in files],
+        "tokenizer": None,
+        "config": OmegaConf.create(config.model_dump(mode="json")),
+        "processor": None,
+        "max_samples": -1 if max_samples is None else max_samples,
+    }
+    return custom_class(**accepted_keywords(custom_class, given))
 
 
 def _custom_rows(
@@ -171,8 +177,8 @@ def _custom_rows(
         kind = type(error).__name__
         message = f"the dataset class {name} raised {kind}: {error}"
         wanted = (
-            "a class (files, config, *, max_samples), or verl's (data_files, tokenizer, config, "
-            "processor, max_samples), with __len__ and __getitem__"
+            "a class (files, config), or verl's (data_files, tokenizer, config, processor), each "
+            "with max_samples if it reads that, and with __len__ and __getitem__"
         )
         raise DataError(message, expected=wanted) from error
     for number, row in enumerate(rows):

@@ -69,6 +69,9 @@ class BaseInteraction:
 
     Args:
         config: The `config` of the YAML, with the `name` of its entry.
+
+    Attributes:
+        instances: For state of requests, by `instance_id`. It is the interaction's own.
     """
 
     data_sources: tuple[str, ...] = ()
@@ -76,15 +79,17 @@ class BaseInteraction:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
+        self.instances: dict[str, Any] = {}
         self.name: str = config.get("name", "interaction_agent")
 
     async def start_interaction(
-        self, instance_id: str | None = None, **kwargs: Any
+        self, instance_id: str | None = None, *args: Any, **kwargs: Any
     ) -> str | tuple[str, str]:
         """Prepare one request. Called once per request, before its first turn.
 
         Args:
             instance_id: The request's id.
+            *args: Not read; a subclass may pass the right answer on.
             **kwargs: All of the row's `interaction_kwargs`.
 
         Returns:

@@ -16,7 +16,7 @@ from agentrl.answers import (
     to_number,
     without_thought,
 )
-from agentrl.config.schema.section import Section
+from agentrl.config.schema.section import Penalty, Section
 from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
 from agentrl.interactions.session import last_answer
 from agentrl.plugins.keys import read_keys
@@ -45,7 +45,7 @@ class Gsm8kSettings(Section):
     """Score of a right answer."""
     format_score: float = 0.0
     """Score of a wrong answer that can be read; an answer that cannot be read scores 0."""
-    hint_penalty: float = Field(default=0.0, ge=0)
+    hint_penalty: Penalty = 0.0
     """Subtracted from `score` for each reply before the right answer; not below `format_score`."""
     encourage: bool = False
     """Say what is better than in the previous answer: its form, or its distance from the right

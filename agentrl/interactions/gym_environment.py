@@ -1,7 +1,6 @@
 """One gymnasium-style environment: its thread, its actions and its episode."""
 
 import asyncio
-import inspect
 import queue
 import re
 import sys
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 from agentrl.answers import without_thought
+from agentrl.plugins.call import accepted_keywords
 
 T = TypeVar("T")
 
@@ -220,7 +220,8 @@ class Episode:
         space = self.action_space
         if not (is_discrete(space) or takes_text(space)):
             raise TypeError(f"its actions are {space}; expected a Discrete or a Text space")
-        found = self._env.reset(**_taken(self._env.reset, given))
+        given = {name: value for name, value in given.items() if value is not None}
+        found = self._env.reset(**accepted_keywords(self._env.reset, given))
         # `reset` returns an observation and its info, or an observation alone.
         if isinstance(found, tuple):
             fields = cast("tuple[Any, ...]", found)
@@ -272,14 +273,3 @@ class Episode:
         return self._write(
             observation=observation, rendered=rendered, reward=reward, step=self.num_steps
         )
-
-
-def _taken(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that the method takes and that are not None."""
-    parameters = inspect.signature(method).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {
-        name: value
-        for name, value in given.items()
-        if value is not None and (takes_any or name in parameters)
-    }

@@ -7,14 +7,20 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError
-from agentrl.interactions.base import BaseInteraction
+from agentrl.interactions.base import SHARED_KEYS, BaseInteraction
 from agentrl.plugins import load_class
-from agentrl.plugins.from_verl import VERL_INTERACTIONS, name_translated, translate
+from agentrl.plugins.from_verl import (
+    VERL_INTERACTIONS,
+    name_translated,
+    translate,
+    warn_of_dropped_keys,
+)
 from agentrl.plugins.keys import add_place, read_entries
 
 NO_INTERACTION = "none"
 """The name in a row that selects no interaction, for any data source."""
 
+_COMPAT = "agentrl.compat."
 _BASE = "agentrl.interactions.BaseInteraction"
 
 
@@ -166,6 +172,8 @@ def _check_sources(entries: Sequence[InteractionEntry], path: str | Path) -> Non
 def _build(
     found: type[BaseInteraction], name: str, entry: InteractionEntry, key: str, path: str | Path
 ) -> BaseInteraction:
+    if found.__module__.startswith(_COMPAT):
+        warn_of_dropped_keys(entry.config, found, file=path, key=f"{key}.config", read=SHARED_KEYS)
     try:
         interaction = found({**entry.config, "name": name})
     except AgentRLError as error:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from agentrl.errors import InteractionError
 from agentrl.interactions.base import BaseInteraction, InteractionResult
 from agentrl.messages import Message
-from agentrl.plugins.call import call_bounded, call_method, describe_error
+from agentrl.plugins.call import accepted_keywords, call_bounded, call_method, describe_error
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class InteractionSession:
     Args:
         interaction: The run's interaction.
         instance_id: The request's id, with which it is started.
-        kwargs: The row's `interaction_kwargs`. Its `name` is passed only to methods that take it.
+        kwargs: The row's `interaction_kwargs`. Each method gets those that it takes.
         offered: Other values of the row (`ground_truth`, `uid`), for methods that have a parameter
             of that name, if `kwargs` have none.
         timeout_s: Seconds of one call, if the interaction's config has no `timeout_s`.
@@ -154,17 +154,15 @@ def _fit(
     kwargs: dict[str, Any],
     offered: Mapping[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Select the arguments that a method of users takes.
+    """Select the arguments that a method of users takes; some write `finalize_interaction(self)`.
 
-    Some write `finalize_interaction(self)`, and few take the `name` that selected them.
+    The row's entries are for all methods of the interaction, so each gets what it takes.
     """
     parameters = inspect.signature(method).parameters
     if not parameters:
         return (), {}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     wanted = {name: value for name, value in offered.items() if name in parameters}
-    named = {k: v for k, v in kwargs.items() if takes_any or k != "name" or k in parameters}
-    return args, wanted | named
+    return args, wanted | accepted_keywords(method, kwargs)
 
 
 def last_answer(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -15,8 +15,8 @@ import re
 import sysconfig
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -75,7 +75,7 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float, na
     answer while another one blocks the loop. If the loop was blocked when the time was up, the
     time-out is postponed once: by the lateness of the loop, at most by `timeout_s`. A hanging call
     therefore ends after at most twice its `timeout_s`, plus the time for which others block the few
-    turns of the loop that end it.
+    turns of the loop that end it. Set-up inside the call has a limit of its own (`setting_up`).
 
     Args:
         call: Starts the work; called inside the task.
@@ -89,20 +89,39 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float, na
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[_Attempt[T] | None] = loop.create_future()
-    task = loop.create_task(_contain(call, ended), name=TASK_PREFIX + name)
     grace_s = min(MAX_GRACE_S, GRACE_FRAC * timeout_s)
-    alarm = _Alarm(ended=ended, due=loop.time() + timeout_s, timeout_s=timeout_s, grace_s=grace_s)
-    clock = loop.call_at(alarm.due, alarm.ring)
+    alarm = _Alarm(ended=ended, left_s=timeout_s, timeout_s=timeout_s, grace_s=grace_s)
+    context = contextvars.copy_context()
+    context.run(_running.set, alarm)
+    task = loop.create_task(_contain(call, ended), name=TASK_PREFIX + name, context=context)
+    alarm.start()
     try:
         attempt = await ended
     finally:
-        clock.cancel()
+        alarm.stop()
         if not task.done():
             task.cancel()
             await asyncio.wait({task}, timeout=grace_s)
     if attempt is None:
         raise CallTimeoutError(f"no answer within {timeout_s:g} s")
     return attempt.unwrap()
+
+
+@contextmanager
+def setting_up() -> Generator[None]:
+    """Stop the clock of the running bounded call: the set-up in this block has its own limit.
+
+    For what a plug-in starts in its first call, or again after a failure: a session, a sandbox. May
+    be used on a thread of the call, and without a bounded call.
+    """
+    alarm = _running.get()
+    if alarm is not None:
+        alarm.call(alarm.stop)
+    try:
+        yield
+    finally:
+        if alarm is not None:
+            alarm.call(alarm.start)
 
 
 def contained(function: Callable[[], T]) -> T:
@@ -120,6 +139,21 @@ async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         return await method(*args, **kwargs)
     value = await in_thread(lambda: method(*args, **kwargs))
     return await value if inspect.isawaitable(value) else value
+
+
+def accepted_keywords(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the offered keywords that a user's function takes: all, with `**kwargs`.
+
+    For optional keywords: code of users may be older, or shorter, than the interface.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # written in C: it has no signature
+        return dict(offered)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(offered)
+    named = {name for name, p in parameters.items() if p.kind is not p.POSITIONAL_ONLY}
+    return {name: value for name, value in offered.items() if name in named}
 
 
 def with_event_loop(function: Callable[[], T]) -> T:
@@ -232,25 +266,56 @@ def _try(function: Callable[[], T]) -> _Attempt[T]:
         return _Attempt(error=error)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Alarm:
-    """The time-out of one call."""
+    """The time-out of one call. It can be stopped, and continues when it is started as often."""
 
     ended: "asyncio.Future[Any]"
-    due: float
-    """The time of the loop's clock at which the call is late."""
+    left_s: float
+    """Seconds that the call has left at `started_at`."""
     timeout_s: float
     grace_s: float
     """Lateness of the loop that does not count as blocked."""
+    started_at: float = 0.0
+    """The time of the loop's clock at which it was started last."""
+    num_stops: int = 1
+    """Stops without a start."""
+    clock: asyncio.TimerHandle | None = None
+
+    def call(self, change: Callable[[], None]) -> None:
+        """Call a method of this alarm on its loop, from any thread."""
+        with suppress(RuntimeError):  # the loop has closed
+            self.ended.get_loop().call_soon_threadsafe(change)
+
+    def start(self) -> None:
+        """Continue, if every stop has ended."""
+        self.num_stops -= 1
+        loop = self.ended.get_loop()
+        if not (self.num_stops or self.ended.done()):
+            self.started_at = loop.time()
+            self.clock = loop.call_at(self.started_at + self.left_s, self.ring)
+
+    def stop(self) -> None:
+        """Keep the time that is left."""
+        self.num_stops += 1
+        if self.clock is not None:
+            self.clock.cancel()
+            self.clock = None
+            self.left_s -= self.ended.get_loop().time() - self.started_at
 
     def ring(self) -> None:
         """End the call; if the loop was blocked, postpone the end once by that time."""
         loop = self.ended.get_loop()
-        late_s = loop.time() - self.due
+        late_s = loop.time() - self.started_at - self.left_s
         if late_s <= self.grace_s:
             _settle(self.ended, None)
         else:
-            loop.call_later(min(late_s, self.timeout_s), _settle, self.ended, None)
+            wait_s = min(late_s, self.timeout_s)
+            self.clock = loop.call_later(wait_s, _settle, self.ended, None)
+
+
+_running: contextvars.ContextVar[_Alarm | None] = contextvars.ContextVar("call", default=None)
+"""The time-out of the innermost bounded call."""
 
 
 def _settle(future: asyncio.Future[T], result: T) -> None:

@@ -1,9 +1,13 @@
 """Class paths, keys and imports of plug-ins that were written for verl."""
 
-from collections.abc import Collection, Iterable, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError, PluginError
+
+logger = logging.getLogger(__name__)
 
 VERL_TOOLS = (
     "verl.tools.gsm8k_tool.Gsm8kTool",
@@ -34,6 +38,9 @@ RENAMED_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "rate_limit": None,
         "enable_global_rate_limit": None,
     },
+    "agentrl.compat.tools.ImageZoomInTool": dict.fromkeys(
+        ("num_workers", "rate_limit", "timeout", "enable_global_rate_limit")
+    ),
 }
 """agentrl's name for verl's keys of a tool's `config`, by the class of the tool or a base class of
 it; None: the key has no meaning in agentrl and is dropped."""
@@ -82,9 +89,7 @@ def our_names(config: Mapping[str, Any], found: type) -> dict[str, Any]:
     Raises:
         ConfigError: if a key is given under both of its names.
     """
-    names: dict[str, str | None] = {}
-    for base in found.__mro__:
-        names |= RENAMED_KEYS.get(f"{base.__module__}.{base.__qualname__}", {})
+    names = _names_of(found)
     ours: dict[str, Any] = {}
     for name, value in config.items():
         new_name = names.get(name, name)
@@ -97,6 +102,35 @@ def our_names(config: Mapping[str, Any], found: type) -> dict[str, Any]:
         if new_name is not None:
             ours[new_name] = value
     return ours
+
+
+def warn_of_dropped_keys(
+    config: Mapping[str, Any], found: type, *, file: str | Path, key: str, read: Sequence[str] = ()
+) -> None:
+    """Warn of keys that a class path of verl gives no effect.
+
+    Args:
+        config: The `config` of an entry.
+        found: The class of the entry.
+        file: The YAML.
+        key: The key of `config` in it.
+        read: If not empty, the class is one of agentrl's counterparts and reads these keys alone.
+    """
+    names = _names_of(found)
+    for name in config:
+        if names.get(name, name) is None or (read and name not in read):
+            logger.warning(
+                "%s: %s.%s has no effect under verl's class path; agentrl's own %s may read it, "
+                "under a class path of agentrl (docs/bundled_tools.md, docs/interactions.md)",
+                *(file, key, name, found.__name__),
+            )
+
+
+def _names_of(found: type) -> dict[str, str | None]:
+    names: dict[str, str | None] = {}
+    for base in found.__mro__:
+        names |= RENAMED_KEYS.get(f"{base.__module__}.{base.__qualname__}", {})
+    return names
 
 
 def switch_hint(error: BaseException) -> str:

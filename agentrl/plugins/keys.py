@@ -6,7 +6,8 @@ interpolation works as in a run file: `${oc.env:SEARCH_URL}` is read from the en
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from agentrl.errors import AgentRLError, ConfigError, describe_missing, did_you_mean
+from agentrl.given_texts import Loc, load_yaml, value_at, with_texts
 from agentrl.validation_messages import (
     describe_expected,
     describe_malformed,
@@ -117,7 +119,20 @@ def read_entries(path: str | Path, key: str, entry: type[Keys]) -> list[Keys]:
     if not isinstance(items, list):
         raise ConfigError(f"{key} is {items!r}", file=file, key=key, expected=expected)
     listed = cast("list[Any]", items)
-    return [read_keys(entry, item, key=f"{key}[{i}]", file=file) for i, item in enumerate(listed)]
+    texts = cache(lambda: _read_yaml(file, as_texts=True))
+    return [
+        read_keys(
+            entry,
+            with_texts(entry.model_validate, item, partial(_text_at, texts, (key, i))),
+            key=f"{key}[{i}]",
+            file=file,
+        )
+        for i, item in enumerate(listed)
+    ]
+
+
+def _text_at(texts: Callable[[], Any], above: Loc, loc: Loc) -> Any:
+    return value_at(texts(), (*above, *loc))
 
 
 def add_place(error: AgentRLError, *, file: str | Path, key: str) -> None:
@@ -136,9 +151,10 @@ def add_place(error: AgentRLError, *, file: str | Path, key: str) -> None:
     error.details |= {"file": file, "key": f"{key}.{inner}" if inner else key}
 
 
-def _read_yaml(file: Path) -> Any:
+def _read_yaml(file: Path, *, as_texts: bool = False) -> Any:
     try:
-        return OmegaConf.to_container(OmegaConf.load(file, **_MORE_NODES), resolve=True)
+        loaded = load_yaml(file, as_texts=as_texts, **_MORE_NODES)
+        return OmegaConf.to_container(loaded, resolve=True)
     except OSError as error:
         looked_in = None if file.is_absolute() else Path.cwd()
         is_missing = isinstance(error, FileNotFoundError)

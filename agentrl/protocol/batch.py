@@ -13,7 +13,7 @@ from typing import Any, cast, overload
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from agentrl.errors import DataError
 from agentrl.protocol.columns import (
@@ -22,8 +22,9 @@ from agentrl.protocol.columns import (
     check_rows,
     collect_metrics,
     describe_batch,
-    object_array,
+    read_column,
     read_tensordict,
+    read_tensors,
     refuse_conflicts,
     refuse_other_columns,
     take_columns,
@@ -71,6 +72,16 @@ class DataProto:
     """Facts about the whole batch; JSON values, if the batch is saved."""
 
     def __post_init__(self) -> None:
+        given = {"batch": self.batch, "non_tensor_batch": self.non_tensor_batch}
+        for name, columns in given.items():
+            _check_mapping(columns, name)
+        if not isinstance(self.batch, TensorDictBase):
+            self.batch = read_tensors(self.batch or {})
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        for key, values in self.non_tensor_batch.items():
+            if not (isinstance(key, str) and isinstance(values, np.ndarray) and values.ndim):
+                self.non_tensor_batch[key] = read_column(key, values)
+        self.meta_info = {} if self.meta_info is None else self.meta_info
         self.check_consistency()
 
     @classmethod
@@ -91,15 +102,12 @@ class DataProto:
             auto_padding: Worker groups may pad the batch to a multiple of their ranks.
 
         Raises:
-            DataError: If the columns have different numbers of rows.
+            DataError: If a column has no rows, or another number of rows than the others.
         """
-        columns = {key: object_array(values) for key, values in (non_tensors or {}).items()}
-        batch = None
-        if tensors:
-            num_rows = next(iter(tensors.values())).shape[:1].numel()
-            for key, tensor in tensors.items():
-                check_rows(key, tuple(tensor.shape), num_rows)
-            batch = TensorDict(dict(tensors), batch_size=[num_rows])
+        _check_mapping(tensors, "tensors")
+        _check_mapping(non_tensors, "non_tensors")
+        columns = {key: read_column(key, values) for key, values in (non_tensors or {}).items()}
+        batch = read_tensors(tensors or {})
         facts = dict(meta_info or {})
         if auto_padding:
             facts[AUTO_PADDING] = True
@@ -113,7 +121,12 @@ class DataProto:
         *,
         auto_padding: bool = False,
     ) -> "DataProto":
-        """Make a batch from tensors and objects in one mapping."""
+        """Make a batch from tensors and objects in one mapping.
+
+        Raises:
+            DataError: As `from_dict`.
+        """
+        _check_mapping(data, "data")
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         others = {key: value for key, value in data.items() if key not in tensors}
         columns = cast("Mapping[str, Sequence[Any]]", others)
@@ -437,6 +450,11 @@ class DataProto:
             DataError: If the file is damaged or of another format.
         """
         return DataProto.from_dict(*read_columns(filepath))
+
+
+def _check_mapping(columns: Any, name: str) -> None:
+    if not isinstance(columns, Mapping | TensorDictBase | None):
+        raise DataError(f"{name} is {columns!r:.80}", key=name, expected="columns by name")
 
 
 def _unpickle(

@@ -1,6 +1,7 @@
 """Functions on the columns of a batch: make, select, compare, merge, split, convert."""
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from agentrl.protocol.batch import DataProto
 
 
+_TENSOR = "a tensor [rows, ...]"
+
+
 def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
     """Make an object array `[B]` of the values, even if the values are sequences."""
     listed = values.tolist() if isinstance(values, np.ndarray) else list(values)
@@ -20,6 +24,45 @@ def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
     for row, value in enumerate(listed):
         array[row] = value
     return array
+
+
+def read_column(key: Any, values: Any) -> np.ndarray:
+    """Make an object array of a column of objects.
+
+    Raises:
+        DataError: If the values are not one for each row.
+    """
+    has_rows = not isinstance(values, str | bytes | Mapping | AbstractSet)
+    try:
+        if isinstance(key, str) and has_rows:
+            return object_array(values)
+    except TypeError:
+        pass
+    raise _no_column(key, values, "an array or a list, with a value for each row")
+
+
+def read_tensors(tensors: Mapping[str, Any]) -> TensorDict | None:
+    """Make the tensors of a batch; None if there are none.
+
+    Raises:
+        DataError: If a column is no tensor with rows, or has another number of rows.
+    """
+    num_rows = None
+    for key, tensor in tensors.items():
+        if not (isinstance(key, str) and isinstance(tensor, torch.Tensor)):
+            raise _no_column(key, tensor, _TENSOR)
+        if not tensor.ndim:
+            raise DataError(f"{key!r} has shape ()", key=key, expected=_TENSOR)
+        num_rows = len(tensor) if num_rows is None else num_rows
+        check_rows(key, tuple(tensor.shape), num_rows)
+    return None if num_rows is None else TensorDict(dict(tensors), batch_size=[num_rows])
+
+
+def _no_column(key: Any, values: Any, expected: str) -> DataError:
+    if not isinstance(key, str):
+        return DataError(f"the name of a column is {key!r:.80}", expected="a text")
+    what = f"{type(values).__name__} {values!r:.80}"
+    return DataError(f"the column {key!r} is {what}", key=key, expected=expected)
 
 
 def tensor_columns(batch: TensorDict | None) -> dict[str, torch.Tensor]:

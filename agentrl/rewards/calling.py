@@ -15,6 +15,7 @@ from agentrl.errors import RewardError, WorkerLostError
 from agentrl.plugins.call import (
     ExecutionMode,
     PerLoop,
+    accepted_keywords,
     call_bounded,
     call_method,
     contained,
@@ -95,6 +96,7 @@ class ScoreCaller:
             Exception: What the scorer raised, or `TimeoutError`.
         """
         scorer = choose_scorer(scorer, str(arguments.get("data_source")))
+        arguments = accepted_keywords(scorer, arguments)
         if (limiter := self._limiters.get()) is not None:
             await limiter.acquire()
         if isinstance(scorer, LoadedScorer) and scorer.remote is not None:

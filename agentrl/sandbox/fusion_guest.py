@@ -7,6 +7,7 @@ without output, and then the last source. It uses the standard library only.
 import ast
 import linecache
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -46,6 +47,11 @@ def run_shell(sources: list[str]) -> None:
 
 def run_program(argv: list[str], *, env: dict[str, str]) -> None:
     """Replace this process by a program, with further environment variables."""
+    for number in (
+        signal.SIGPIPE,
+        signal.SIGXFSZ,
+    ):  # Python ignores them, and programs inherit that
+        signal.signal(number, signal.SIG_DFL)
     program = sys.executable if argv[0] in ("python", "python3") else argv[0]
     os.execvpe(program, [program, *argv[1:]], {**os.environ, **env})
 

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from agentrl.errors import SandboxError
 from agentrl.sandbox.base import Execution, ExecutionEnd
 from agentrl.sandbox.inside.frames import HEAD, pack_frame
+from agentrl.sandbox.inside.processes import SIGKILLED
 from agentrl.sandbox.spawner_client import SpawnerClient
 
 _START_S, _GRACE_S, _END_S = 30.0, 2.0, 10.0
@@ -23,6 +24,7 @@ _ESCAPED = 6
 """Bytes that JSON may need for one byte of output."""
 _OVERHEAD_BYTES = 128 * 1024
 _MAX_STARTING = max(2, os.cpu_count() or 2)
+_USED_MEMORY = "[killed: it used more memory than it may]\n"
 _execution = TypeAdapter(Execution)
 
 
@@ -98,6 +100,7 @@ class GuestClient:
         cancellation.
         """
         started = time.monotonic()
+        await self._was_killed_for_memory()  # forgets the kills of earlier requests
         limits = {"timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
@@ -105,7 +108,7 @@ class GuestClient:
                 with suppress(ConnectionError):  # then no answer comes either
                     await self._writer.drain()
                 max_frame_bytes = max_output_bytes * _ESCAPED + _OVERHEAD_BYTES
-                return _checked(await self._receive(max_frame_bytes))
+                answer = _checked(await self._receive(max_frame_bytes))
         except TimeoutError:
             end, note = ExecutionEnd.TIMEOUT, "[killed: its time was up]\n"
         except _GuestDiedError:
@@ -113,8 +116,21 @@ class GuestClient:
         except BaseException:
             await self.abort()
             raise
+        else:
+            is_killed = answer.end is ExecutionEnd.KILLED and answer.stderr.endswith(SIGKILLED)
+            if not (is_killed and await self._was_killed_for_memory()):
+                return answer
+            text = answer.stderr.removesuffix(SIGKILLED) + _USED_MEMORY
+            return replace(answer, end=ExecutionEnd.MEMORY, stderr=text)
         await self.close()
         return Execution(end=end, stderr=note, seconds=time.monotonic() - started)
+
+    async def _was_killed_for_memory(self) -> bool:
+        """Whether the supervisor has killed a process for its memory since the last call."""
+        with suppress(TimeoutError, OSError):
+            async with asyncio.timeout(0):  # what was sent before the answer has arrived
+                return bool(await self._control[0].read(_OVERHEAD_BYTES))
+        return False
 
     async def _receive(self, max_frame_bytes: int) -> object:
         try:

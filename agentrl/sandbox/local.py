@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import SandboxError
+from agentrl.plugins.call import setting_up
 from agentrl.sandbox.base import Execution
 from agentrl.sandbox.guest_client import GuestClient, WarmPool
 from agentrl.sandbox.spawner_client import LocalProvider, SpawnerClient
@@ -87,7 +88,8 @@ class LocalSandbox:
             SandboxError: If none starts, or the sandbox is closed.
         """
         self._check_open()
-        guest = await self._pool.take()
+        with setting_up():  # a start has its own limit
+            guest = await self._pool.take()
         self._guests.add(guest)
         if self._is_closed:  # meanwhile
             await self.discard(guest)

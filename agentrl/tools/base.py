@@ -5,13 +5,16 @@ import math
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.remote import RemoteObject
+
+T = TypeVar("T", bound="BaseTool")
 
 
 class ToolResult(NamedTuple):
@@ -76,6 +79,9 @@ def _location(made_by: Any) -> str:
     return ""
 
 
+CONSTRUCTOR = "def __init__(self, config, tool_schema) that calls super().__init__(...)"
+
+
 class BaseTool:
     """A tool that a model can call. Subclass it and name the subclass in a tool YAML.
 
@@ -112,7 +118,12 @@ class BaseTool:
 
     Args:
         config: The complete `config` of the YAML.
-        tool_schema: Shown to the model; None: the result of `get_openai_tool_schema`.
+        tool_schema: Shown to the model; None: the YAML's, of a class with a constructor
+            `(config)`, else the result of `get_openai_tool_schema`.
+
+    Attributes:
+        instances: For state of requests, by `instance_id`. It is the tool's own: `release` deletes
+            what `create` put there.
     """
 
     returns_images: bool = False
@@ -127,8 +138,10 @@ class BaseTool:
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         self.config = config
-        self.tool_schema = cast("OpenAIFunctionToolSchema", tool_schema)
-        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        self.instances: dict[str, Any] = {}
+        given = tool_schema or vars(self).get("tool_schema")
+        self.tool_schema = cast("OpenAIFunctionToolSchema", given)
+        self.tool_schema = given or self.get_openai_tool_schema()
 
     @property
     def name(self) -> str:
@@ -156,12 +169,13 @@ class BaseTool:
         return schema
 
     async def create(
-        self, instance_id: str | None = None, **create_kwargs: Any
+        self, instance_id: str | None = None, *args: Any, **create_kwargs: Any
     ) -> tuple[str, ToolResponse]:
         """Prepare one request. Called once per request, before its first turn.
 
         Args:
             instance_id: The request's id.
+            *args: Not read; a subclass may pass the right answer on.
             **create_kwargs: The row's `tools_kwargs[name].create_kwargs`.
 
         Returns:
@@ -227,7 +241,42 @@ class BaseTool:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the tool as its class, `config` and `tool_schema`."""
-        return type(self), (self.config, self.tool_schema)
+        return construct, (type(self), self.config, self.tool_schema)
+
+
+def construct(
+    found: type[T], config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
+) -> T:
+    """Build a tool with the arguments that its constructor takes.
+
+    If it takes no `tool_schema`, `BaseTool.__init__` reads it from the new object.
+
+    Raises:
+        ConfigError: if it does not take `config`.
+    """
+    signature = inspect.signature(found)
+    tool = object.__new__(found)
+    if tool_schema is not None and "tool_schema" not in signature.parameters:
+        tool.tool_schema = tool_schema
+    initialize = partial(cast("Any", found).__init__, tool)
+    # verl calls constructors by keyword, so the order of the parameters may differ.
+    if _takes(signature, config=config, tool_schema=tool_schema):
+        initialize(config=config, tool_schema=tool_schema)
+    elif _takes(signature, config, tool_schema):
+        initialize(config, tool_schema)
+    elif _takes(signature, config):
+        initialize(config)
+    else:
+        raise ConfigError(f"{found.__name__}{signature} takes no config", expected=CONSTRUCTOR)
+    return tool
+
+
+def _takes(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def finite(value: Any, tool: str) -> float:

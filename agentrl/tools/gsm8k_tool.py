@@ -4,7 +4,7 @@ import uuid
 from typing import Any
 
 from agentrl.answers import extract_gsm8k_answer, read_number, same_number
-from agentrl.config.schema.section import Section
+from agentrl.config.schema.section import PenaltyAsReward, Section
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.tools.base import ToolResult
 from agentrl.tools.bundled import BundledTool, function_schema, string_parameter
@@ -13,7 +13,7 @@ from agentrl.tools.bundled import BundledTool, function_schema, string_parameter
 class Gsm8kToolConfig(Section):
     """The own keys of `Gsm8kTool`."""
 
-    repeat_penalty: float = -0.05
+    repeat_penalty: PenaltyAsReward = -0.05
     """Reward of a call whose answer scores no better than the previous one."""
 
 

@@ -209,13 +209,14 @@ def read_result(result: "CallToolResult") -> ToolResponse:
 
     A text is shown unchanged, an embedded text after its address. Images and videos are kept as
     JSON values: `{"type": "image", "mimeType": "image/png", "data": base64}`. Audio, other data and
-    links are named in the text, each in a line. Structured content is shown, as JSON, if there is
-    no text: servers that send it repeat it as text.
+    links are named in the text, each in a line. Structured content is shown, as JSON, if no text
+    part has words: servers that send it repeat it in a text part.
 
     Raises:
         ToolError: if the server marks the result as an error, with its text.
     """
     texts: list[str] = []
+    has_words = False
     media: dict[str, list[Any]] = {"image": [], "video": []}
 
     def add_data(name: str, mime: str, data: str) -> None:
@@ -228,6 +229,7 @@ def read_result(result: "CallToolResult") -> ToolResponse:
     for part in result.content:
         match fields := part.model_dump(mode="json", by_alias=True, exclude_none=True):
             case {"type": "text", "text": str(text)}:
+                has_words = has_words or bool(text.strip())
                 texts.append(text)
             case {"type": "image" | "audio" as kind, "mimeType": str(mime), "data": str(data)}:
                 add_data(kind, mime, data)
@@ -240,8 +242,9 @@ def read_result(result: "CallToolResult") -> ToolResponse:
                 texts.append(f"[link to {name}, {uri}{about}]")
             case _:
                 texts.append(dump_json(fields))
-    if not texts and result.structured_content is not None:
-        texts.append(dump_json(result.structured_content))
+    if not has_words and result.structured_content is not None:
+        shown = dump_json(result.structured_content)
+        texts = [*filter(str.strip, texts), shown]
     text = "\n".join(texts)
     if result.is_error:
         raise ToolError(text or "Error: the tool failed, and gave no reason")

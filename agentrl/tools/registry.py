@@ -11,7 +11,13 @@ from agentrl.config.schema.resources import PluginResources
 from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError, find_nearest
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins import load_class, load_module
-from agentrl.plugins.from_verl import VERL_TOOLS, name_translated, our_names, translate
+from agentrl.plugins.from_verl import (
+    VERL_TOOLS,
+    name_translated,
+    our_names,
+    translate,
+    warn_of_dropped_keys,
+)
 from agentrl.plugins.keys import add_place, read_entries
 from agentrl.tools.base import BaseTool
 from agentrl.tools.delegate_tool import DelegateTool
@@ -250,6 +256,7 @@ def _build(
             raise ConfigError(
                 "sub-agents run where their request runs", key="resources", expected="no resources"
             )
+        warn_of_dropped_keys(config, found, file=path, key=place)
         if not found.__module__.startswith(_OURS):
             _warn_of_near_misses(shared, file=path, key=place)
             _warn_of_own_keys(found, config, file=path, key=place)

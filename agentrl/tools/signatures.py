@@ -7,14 +7,13 @@ loop.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema
-from agentrl.tools.base import BaseTool
+from agentrl.tools.base import BaseTool, construct
 
 _WHOLE = "create_kwargs"
-_CONSTRUCTOR = "def __init__(self, config, tool_schema) that calls super().__init__(...)"
 
 
 T = TypeVar("T", bound=BaseTool)
@@ -30,7 +29,7 @@ def build_tool(
             `BaseTool`, or gives the tool another name than its schema has.
     """
     try:
-        tool = _construct(found, config, tool_schema)
+        tool = construct(found, config, tool_schema)
     except AttributeError as error:
         if isinstance(error.obj, found) and error.name in ("config", "tool_schema", "name"):
             raise _not_initialized(found) from error
@@ -79,35 +78,6 @@ def named_arguments(create: Callable[..., Any], offered: Mapping[str, Any]) -> d
         return {}
     parameters = inspect.signature(create).parameters
     return {name: value for name, value in offered.items() if name in parameters}
-
-
-def _construct(
-    found: type[T], config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
-) -> T:
-    constructor = cast("Callable[..., T]", found)
-    signature = inspect.signature(found)
-    # verl calls constructors by keyword, so the order of the parameters may differ.
-    if _takes(signature, config=config, tool_schema=tool_schema):
-        return constructor(config=config, tool_schema=tool_schema)
-    if _takes(signature, config, tool_schema):
-        return constructor(config, tool_schema)
-    if not _takes(signature, config):
-        raise ConfigError(f"{found.__name__}{signature} takes no config", expected=_CONSTRUCTOR)
-    if tool_schema is not None:
-        raise ConfigError(
-            f"{found.__name__}{signature} takes no tool_schema, and the YAML has one",
-            key="tool_schema",
-            expected=f"{_CONSTRUCTOR}; or a schema in get_openai_tool_schema, and none here",
-        )
-    return constructor(config)
-
-
-def _takes(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 def _not_initialized(found: type[BaseTool]) -> ConfigError:

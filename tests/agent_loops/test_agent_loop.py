@@ -17,6 +17,7 @@ from agentrl.agent_loops.runner import AgentLoopRunner
 from agentrl.config.schema.run import RunConfig
 from agentrl.engines.scripted import ScriptedAnswer
 from agentrl.errors import AgentError, ConfigError, EngineError, Fault, PluginError
+from agentrl.interactions import BaseInteraction
 from agentrl.plugins.watchdog import LoopWatchdog
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -660,3 +661,37 @@ async def test_the_bundled_single_turn_agent_samples_one_answer():
     request = await run(make_request(), context, context.engine)
     assert request.stop_reason is StopReason.ANSWERED
     assert request.num_assistant_turns == 1
+
+
+class Partnered(TurnsLoop):
+    """Reads no columns but the messages, and knows the run's interactions."""
+
+    found: dict[str, BaseInteraction]
+
+    async def run(self, sampling_params: dict[str, Any], raw_prompt: Any) -> AgentLoopOutput:
+        Partnered.found = dict(self.interactions)
+        return await super().run(sampling_params, raw_prompt=raw_prompt)
+
+
+class TakesInteractions(Partnered):
+    def __init__(self, trainer_config: Any, server_manager: Any, tokenizer: Any, interactions: Any):
+        super().__init__(trainer_config, server_manager, tokenizer)
+        self.interactions = interactions
+
+
+class TakesAnything(Partnered):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        assert self.interactions
+
+
+@pytest.mark.parametrize("loop", [Partnered, TakesInteractions, TakesAnything])
+async def test_a_loop_gets_the_columns_that_it_takes_and_the_interactions(
+    loop: type[AgentLoopBase],
+):
+    partner = BaseInteraction({"name": "user"})
+    context = make_context(make_engine(HIGH, "Done."), interactions=[partner])
+    runner = AgentLoopRunner(LoopEntry("mine", loop), config_of(), tiny_tokenizer())
+    request = await runner(make_request(), context, context.engine)
+    assert request.error is None, request.error
+    assert Partnered.found == {"user": partner}

@@ -102,7 +102,7 @@ async def test_a_row_without_a_right_answer_is_no_row_for_it():
         await talk({}, truth=None)
 
 
-@pytest.mark.parametrize("config", [{"max_hints": -1}, {"hint_penalty": -1}, {"hint": ["a"]}])
+@pytest.mark.parametrize("config", [{"max_hints": -1}, {"hint": ["a"]}])
 def test_a_config_that_means_nothing_is_refused(config: dict[str, Any]):
     with pytest.raises(ConfigError) as caught:
         Gsm8kInteraction(config)

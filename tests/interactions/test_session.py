@@ -349,3 +349,27 @@ def test_what_is_wrong_is_named_with_its_key(
         initialize_interactions_from_config(written(tmp_path, text))
     assert what in str(error.value)
     assert error.value.details.get("key") == key
+
+
+class Short(BaseInteraction):
+    """Takes no keywords that it does not read, keeps its state in `instances`."""
+
+    async def start_interaction(self, instance_id, ground_truth):
+        await super().start_interaction(instance_id, ground_truth)
+        self.instances[instance_id] = ground_truth
+        return instance_id
+
+    async def generate_response(self, instance_id, messages):
+        return InteractionResult(True, str(self.instances[instance_id]))
+
+    async def finalize_interaction(self, instance_id):
+        del self.instances[instance_id]
+
+
+async def test_each_method_gets_the_rows_entries_that_it_takes():
+    partner = Short({"name": "short"})
+    session = session_of(partner, name="short", ground_truth="42", query="6 * 7?", hints=[])
+    await session.start()
+    assert (await session.respond(ANSWER)).content == "42"
+    assert await session.finalize() is None
+    assert partner.instances == {}

@@ -16,6 +16,7 @@ from agentrl.plugins.call import (
     call_bounded,
     call_method,
     in_thread_loop,
+    setting_up,
 )
 
 
@@ -218,3 +219,30 @@ async def test_code_that_needs_the_main_thread_is_told_how_to_get_it(method: Any
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+@pytest.mark.parametrize("run", [lambda call: call(), in_thread_loop], ids=["loop", "thread"])
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_time_of_set_up_is_not_counted_and_the_rest_is(run: Any, is_late: bool):
+    async def sets_up() -> None:
+        with setting_up():
+            await asyncio.sleep(1.1)
+
+    async def works() -> str:
+        await asyncio.gather(sets_up(), sets_up())
+        with setting_up():
+            await sets_up()
+        await asyncio.sleep(60 if is_late else 0)
+        return "done"
+
+    bounded = call_bounded(lambda: run(works), timeout_s=1, name="x")
+    if is_late:
+        with pytest.raises(CallTimeoutError):
+            await bounded
+    else:
+        assert await bounded == "done"
+
+
+async def test_set_up_needs_no_bounded_call():
+    with setting_up():
+        await asyncio.sleep(0)

@@ -1,6 +1,9 @@
 import copy
+import math
 import pickle
+from collections import deque
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -318,3 +321,93 @@ def test_a_saved_pickle_is_never_run(tmp_path):
     (tmp_path / "batch").write_bytes(pickle.dumps(small()))
     with pytest.raises(DataError):
         DataProto.load_from_disk(tmp_path / "batch")
+
+
+# Constructors: what they take, and what they refuse.
+
+ROWS = {
+    "tensor": torch.arange(2),
+    "matrix": torch.zeros(2, 3),
+    "list": ["a", "b"],
+    "tuple": (1, None),
+    "lists": [[1], [2, 3]],
+    "array": np.array([1.0, 2.0]),
+    "texts": np.array(["a", "bc"]),
+    "grid": np.zeros((2, 3)),
+    "range": range(2),
+    "deque": deque(["a", "b"]),
+    "tensors": [torch.zeros(1), torch.zeros(2)],
+}
+NO_ROWS = {
+    "number": 3,
+    "float": math.nan,
+    "none": None,
+    "text": "ab",
+    "bytes": b"ab",
+    "mapping": {"a": 1, "b": 2},
+    "set": {1, 2},
+    "scalar": torch.tensor(1),
+    "point": np.array(1),
+    "object": object(),
+    "type": list,
+}
+CONSTRUCTORS = {
+    "single": lambda columns: DataProto.from_single_dict(columns),
+    "objects": lambda columns: DataProto.from_dict(non_tensors=columns),
+    "tensors": lambda columns: DataProto.from_dict(columns),
+    "batch": lambda columns: DataProto(batch=columns),
+    "non_tensor_batch": lambda columns: DataProto(non_tensor_batch=columns),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("how", CONSTRUCTORS)
+def test_constructors_take_columns_with_a_value_for_each_row(how: str, kind: str):
+    column = ROWS[kind]
+    if how in ("tensors", "batch") and not isinstance(column, torch.Tensor):
+        with pytest.raises(DataError) as caught:
+            CONSTRUCTORS[how]({"x": column})
+        assert caught.value.details["key"] == "x"
+        return
+    data = CONSTRUCTORS[how]({"x": column})
+    assert len(data) == 2
+    held = data.batch["x"] if data.batch is not None else data.non_tensor_batch["x"]
+    assert [str(np.asarray(v)) for v in held] == [str(np.asarray(v)) for v in column]
+
+
+@pytest.mark.parametrize("kind", NO_ROWS)
+@pytest.mark.parametrize("how", CONSTRUCTORS)
+@pytest.mark.parametrize("others", [{}, {"fine": torch.zeros(2)}])
+def test_constructors_name_the_column_that_is_none(how: str, kind: str, others: Any):
+    if how in ("objects", "non_tensor_batch"):
+        others = {key: value.tolist() for key, value in others.items()}
+    with pytest.raises(DataError) as caught:
+        CONSTRUCTORS[how]({**others, "bad": NO_ROWS[kind]})
+    assert caught.value.details["key"] == "bad"
+    assert "'bad'" in str(caught.value)
+    assert caught.value.details["expected"]
+
+
+@pytest.mark.parametrize("columns", [[1], "x", 3, torch.zeros(2), [("x", torch.zeros(2))]])
+@pytest.mark.parametrize("how", CONSTRUCTORS)
+def test_constructors_refuse_what_is_no_mapping(how: str, columns: Any):
+    with pytest.raises(DataError, match="expected: columns by name"):
+        CONSTRUCTORS[how](columns)
+
+
+@pytest.mark.parametrize("how", CONSTRUCTORS)
+def test_constructors_refuse_names_that_are_no_texts_and_other_lengths(how: str):
+    with pytest.raises(DataError, match="the name of a column is 3"):
+        CONSTRUCTORS[how]({3: torch.zeros(2)})
+    with pytest.raises(DataError, match="'y' has shape"):
+        CONSTRUCTORS[how]({"x": torch.zeros(2), "y": torch.zeros(3)})
+    for first, then in ((0, 2), (2, 0)):
+        with pytest.raises(DataError, match="'y' has shape"):
+            CONSTRUCTORS[how]({"x": torch.zeros(first), "y": torch.zeros(then)})
+
+
+def test_empty_parts_may_be_none():
+    data = DataProto(batch={}, non_tensor_batch=None, meta_info=None)  # pyright: ignore
+    assert (data.batch, data.non_tensor_batch, data.meta_info, len(data)) == (None, {}, {}, 0)
+    facts: dict[str, Any] = {}
+    assert DataProto(meta_info=facts).meta_info is facts

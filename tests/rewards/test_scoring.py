@@ -368,3 +368,28 @@ def test_a_malformed_call_is_no_use_of_a_tool():
     request.messages[-1].tool_calls = [ToolCall(function=FunctionCall(name="calculator"))]
     score([request], functools.partial(default_compute_score, require_tool=True))
     assert request.reward == 0.0
+
+
+SHORT_SCORERS = {
+    "solution_str": "len(solution_str)",
+    "solution_str, ground_truth": "len(solution_str) + (ground_truth != '5')",
+    "ground_truth, *, solution_str": "len(solution_str) + (ground_truth != '5')",
+    "data_source, solution_str, ground_truth": "len(solution_str) + (not data_source)",
+    "solution_str, ground_truth, bonus=3": "len(solution_str) + bonus - 3",
+    "solution_str, **kwargs": "len(solution_str) + len(kwargs) - 3",
+}
+
+
+@pytest.mark.parametrize("mode", ["naive", "prime"])
+@pytest.mark.parametrize("parameters", SHORT_SCORERS)
+def test_a_scorer_gets_the_arguments_that_it_takes(tmp_path, parameters, mode):
+    (path := tmp_path / "mine.py").write_text(
+        f"def score({parameters}):\n    return float({SHORT_SCORERS[parameters]})\n"
+    )
+    kwargs = {"bonus": 3} if "bonus" in parameters else {}
+    custom = CustomRewardConfig(path=str(path), name="score", reward_kwargs=kwargs)
+    request = answer()
+    manager = make_reward_manager(RewardConfig(manager=mode, custom_reward_function=custom))
+    asyncio.run(manager.score([request]))
+    assert request.error is None, request.error
+    assert request.reward == len("#### 5")

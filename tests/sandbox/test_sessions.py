@@ -1,8 +1,10 @@
 """What a session keeps from call to call, and what it says of what went wrong."""
 
 import asyncio
+import signal
 import sys
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -266,3 +268,68 @@ async def test_code_that_closes_its_descriptors_is_not_said_to_use_memory(sandbo
     assert done.end is ExecutionEnd.KILLED
     assert "the interpreter's own descriptors" in done.stderr
     assert (await session.run("print(1)")).stdout == "1\n"
+
+
+SHOW = "trap -p; python3 -c 'import signal; print(*signal.pthread_sigmask(signal.SIG_BLOCK, ()))'"
+"""Shows the signals that a shell ignores from its start, and those that are blocked."""
+FROM_PYTHON = (
+    f"import subprocess; print(subprocess.check_output(['bash', '-c', {SHOW!r}], text=True))"
+)
+
+
+@pytest.fixture
+def odd_signals() -> Iterator[None]:
+    """Ignore and block signals in this process, as a program that started it may have done."""
+    ignored = {signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGRTMIN + 2}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGALRM})
+    yield
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2, signal.SIGALRM})
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("how", ["shell", "program", "python", "program of python"])
+async def test_programs_handle_signals_by_default(odd_signals: None, make: MakeSandbox, how: str):
+    sandbox = make()
+    match how:
+        case "shell":
+            done = await (await sandbox.open_shell()).run(SHOW)
+        case "python":
+            done = await (await sandbox.open_python()).run(FROM_PYTHON)
+        case "program":
+            done = await sandbox.run_program(["bash", "-c", SHOW])
+        case _:
+            done = await sandbox.run_program(["python", "-c", FROM_PYTHON])
+    assert done.is_ok, done
+    assert done.stdout.strip() == ""
+
+
+async def test_a_writer_into_a_closed_pipe_ends_without_an_error(sandbox: Sandbox):
+    shell = await sandbox.open_shell()
+    done = await shell.run("yes | head -n 1; seq 1000000 | head -n 1")
+    assert (done.end, done.stdout, done.stderr) == (ExecutionEnd.OK, "y\n1\n", "")
+
+
+BOTH_HOLD = "import os, time; held = b'x' * ((15 if os.fork() else 14) << 23)"
+
+
+@pytest.mark.parametrize("number", ["KILL", "TERM", "SEGV"])
+async def test_code_that_kills_itself_is_not_said_to_have_used_memory(
+    sandbox: Sandbox, number: str
+):
+    shell = await sandbox.open_shell()
+    done = await shell.run(f"kill -{number} $$")
+    assert done.end is ExecutionEnd.KILLED
+    assert f"SIG{number}" in done.stderr
+    assert "memory" not in done.stderr
+    done = await (await sandbox.open_python()).run(f"import os; os.kill(os.getpid(), {9})")
+    assert done.end is ExecutionEnd.KILLED
+
+
+async def test_code_that_is_killed_for_its_memory_is_told_so_and_only_then(make: MakeSandbox):
+    shell = await make(memory_bytes=160 << 20).open_shell()
+    done = await shell.run(f'exec python3 -c "{BOTH_HOLD}; time.sleep(9)"')
+    assert done.end is ExecutionEnd.MEMORY, done
+    assert done.stderr.endswith("[killed: it used more memory than it may]\n")
+    assert (await shell.run("kill -9 $$")).end is ExecutionEnd.KILLED

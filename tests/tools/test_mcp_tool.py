@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -396,6 +397,31 @@ async def test_a_call_that_is_late_is_a_timeout_and_its_session_goes_on(tmp_path
     assert outcome.outcome is CallOutcome.TIMEOUT
     assert (await said(tools["count"]))["pid"] == pid
     await shut_down(tools)
+
+
+@pytest.mark.parametrize("scope", ["shared", "per_request"])
+async def test_the_start_of_a_server_has_a_time_of_its_own(tmp_path: Path, scope: str):
+    server = fake()
+    slow = ["-c", 'sleep 1.5; exec "$@"', "bash", server["command"], *server["args"]]
+    section = {"servers": {"fake": {"command": "bash", "args": slow}}, "session": scope}
+    tools = load(tmp_path, {**section, "tool_selected_list": ["echo"]}, timeout_s=1)
+    request = session(tools)
+    await request.create()
+    [outcome] = await request.execute([call("echo", x=1)])
+    assert (outcome.outcome, outcome.response.text) == (CallOutcome.OK, '{"x": 1}')
+    await request.release()
+    await shut_down(tools)
+
+
+async def test_a_server_handles_signals_by_default(tmp_path: Path):
+    shown, server = tmp_path / "shown", fake()
+    start = ["-c", f'trap -p > {shown}; exec "$@"', "bash", server["command"], *server["args"]]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        load(tmp_path, {"servers": {"fake": {"command": "bash", "args": start}}})
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert shown.read_text() == ""
 
 
 async def test_a_dead_server_is_a_crash_and_the_model_does_not_see_the_cause(tmp_path: Path):

@@ -1,5 +1,6 @@
 """The tool that runs programs on a service, and a YAML that was written for verl's."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ async def test_a_file_that_was_written_for_verl_loads(tmp_path: Path):
     # There it bounds calls at work; here, for every other tool, calls begun in a second.
     assert tool.config["max_concurrency"] == 4
     assert "rate_limit" not in tool.config
-    again = SandboxFusionTool(*tool.__reduce__()[1])
+    again = pickle.loads(pickle.dumps(tool))
     assert again.config == tool.config
 
 

@@ -11,6 +11,8 @@ import pytest
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.messages import CallOutcome
 from agentrl.sandbox import Execution, ExecutionEnd
+from agentrl.sandbox.guest_client import GuestClient
+from agentrl.sandbox.spawner_client import SpawnerClient
 from agentrl.tools import BaseTool, ToolResult, initialize_tools_from_config
 from agentrl.tools.bash_tool import BashTool
 from agentrl.tools.python_tool import PythonTool
@@ -226,3 +228,20 @@ def test_what_was_cut_and_what_was_stopped_is_said_in_order():
         "a\nb\n[3 more bytes of output were thrown away]\nAll is lost."
     )
     assert describe_execution(Execution(end=ExecutionEnd.OK)) == "(no output)"
+
+
+async def test_the_start_of_a_sandbox_has_a_time_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    start = GuestClient.start
+
+    async def start_slowly(spawner: SpawnerClient) -> GuestClient:
+        await asyncio.sleep(1.5)
+        return await start(spawner)
+
+    monkeypatch.setattr(GuestClient, "start", start_slowly)
+    tool = BashTool({"timeout_s": 1.1, "sandbox": {"timeout_s": 1, "num_warm": 0}})
+    one = ToolInstance(tool, instance_id="r", kwargs=ToolKwargs(), timeout_s=30)
+    await one.create()
+    outcome = await one.execute(call("bash", command="echo here"))
+    assert (outcome.outcome, outcome.response.text) == (CallOutcome.OK, "here")
+    await one.release()
+    await tool.shutdown()

@@ -13,7 +13,7 @@ from agentrl.tools import BaseTool, initialize_tools_from_config
 from agentrl.tools.runtime.instance import ToolInstance, ToolKwargs
 from agentrl.tools.runtime.session import ToolSession
 from agentrl.tools.runtime.settings import ToolSettings
-from tests.fakes.tools import schema
+from tests.fakes.tools import call, schema
 
 SCHEMA = "{type: function, function: {name: probe, parameters: {type: object, properties: {}}}}"
 
@@ -92,6 +92,40 @@ class ConfigAlone(BaseTool):
         return schema("probe")
 
 
+class ConfigOnly(BaseTool):
+    """Reads the schema of the YAML, keeps its state in `instances`, and passes the truth on."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.shown = self.name
+
+    async def create(self, instance_id, ground_truth=None, **kwargs):
+        instance_id, response = await super().create(instance_id, ground_truth)
+        self.instances[instance_id] = {"truth": ground_truth}
+        return instance_id, response
+
+    async def execute(self, instance_id, parameters):
+        return str(self.instances[instance_id]["truth"])
+
+    async def release(self, instance_id):
+        del self.instances[instance_id]
+
+
+class ConfigAndMore(ConfigOnly):
+    def __init__(self, config, **options):
+        super().__init__(config)
+
+
+class ConfigAndNone(ConfigOnly):
+    def __init__(self, config):
+        BaseTool.__init__(self, config, None)
+
+
+class NoConfig(BaseTool):
+    def __init__(self):
+        super().__init__({})
+
+
 class Swapped(BaseTool):
     def __init__(self, tool_schema, config):
         super().__init__(config, tool_schema)
@@ -144,10 +178,26 @@ def test_a_constructor_may_take_config_alone(tmp_path: Path):
     assert (tool.config, tool.name) == ({"k": 1}, "probe")
 
 
+@pytest.mark.parametrize("isolation", ["none", "thread", "process"])
+@pytest.mark.parametrize("kind", [ConfigOnly, ConfigAndMore, ConfigAndNone])
+async def test_a_tool_that_takes_config_alone_serves_requests_with_the_yamls_schema(
+    tmp_path: Path, kind: type, isolation: str
+):
+    tool = load(tmp_path, kind, f"{{isolation: {isolation}}}")
+    assert (tool.name, tool.tool_schema.name) == ("probe", "probe")
+    given = {"probe": {"create_kwargs": {"ground_truth": 42}}}
+    session = ToolSession({"probe": tool}, instance_id="1", tools_kwargs=given)
+    await session.create()
+    [outcome] = await session.execute([call("probe")])
+    assert outcome.response.text == "42"
+    assert await session.release() == []
+    assert tool.instances == {}
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (ConfigAlone, "takes no tool_schema, and the YAML has one"),
+        (NoConfig, "NoConfig() takes no config"),
         (Misnamed, "names itself 'other', and its schema says 'probe'"),
         (Forgets, "the constructor of Forgets does not call super().__init__"),
         (ReadsTooEarly, "the constructor of ReadsTooEarly does not call super().__init__"),

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from agentrl.config.schema.engine import Address
 from agentrl.config.schema.resources import PluginResources
 from agentrl.config.schema.sandbox import SandboxConfig
-from agentrl.config.schema.section import FolderOrHubName, ModulePath, Section
+from agentrl.config.schema.section import FolderOrHubName, ModulePath, Penalty, Section
 from agentrl.config.schema.training import FsdpConfig
 
 Placement = Literal[
@@ -107,7 +107,7 @@ class OverlongBufferConfig(Section):
     """Subtract a penalty from the reward of responses that come near the response budget."""
     len: int = Field(default=0, ge=0)
     """Number of sampled tokens before the limit over which the penalty grows from 0."""
-    penalty_factor: float = Field(default=1.0, ge=0)
+    penalty_factor: Penalty = 1.0
     """The penalty at the limit."""
 
 
@@ -194,7 +194,7 @@ class RewardConfig(Section):
     interaction_bonus: float = Field(default=0.0, ge=0)
     """Added if the interaction itself ended the conversation (not a limit, not a budget of the
     interaction, not an answer that it did not get), on the last turn that it got."""
-    length_penalty: float = Field(default=0.0, ge=0)
+    length_penalty: Penalty = 0.0
     """Subtracted for a response of `data.max_response_length` sampled tokens; for a shorter one, in
     proportion."""
     placement: Placement = "last_token"

@@ -1,10 +1,13 @@
 """The base class of the sections of a run file, and the types of their paths."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo
+
+logger = logging.getLogger(__name__)
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/")
 _FULL_URL = re.compile(r"[a-z][a-z0-9+.-]+://[^/].*")
@@ -47,6 +50,21 @@ def _refuse_colon(path: str) -> str:
     return path
 
 
+def _with_sign(sign: int) -> AfterValidator:
+    def read(value: float, info: ValidationInfo) -> float:
+        if value * sign >= 0:
+            return value
+        note = "%s is %g: a penalty lowers the reward with either sign, so it is read as %g"
+        logger.warning(note, info.field_name, value, -value)
+        return -value
+
+    return AfterValidator(read)
+
+
+Penalty = Annotated[float, _with_sign(1)]
+"""The amount that is subtracted from a reward. Other programs write it as a negative number."""
+PenaltyAsReward = Annotated[float, _with_sign(-1)]
+"""A reward that is a penalty: it is not positive. Others write its amount."""
 Seed = int
 ModulePath = Annotated[str, AfterValidator(_refuse_colon)]
 """`package.module` or `path/to/file.py`, without the name of an object in it."""

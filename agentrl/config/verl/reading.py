@@ -5,7 +5,7 @@ neither verl nor agentrl knows. If a key is left out, verl's default holds, not 
 only agentrl has may be next to verl's, under agentrl's name or below `actor_rollout_ref`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,7 @@ from agentrl.config.verl.report import DroppedKey, MappedKey, VerlReport, shown
 from agentrl.config.verl.table import find_key, is_section, single_keys, table
 from agentrl.config.verl.tree import GivenTree, find_other_trainers
 from agentrl.errors import ConfigError
+from agentrl.given_texts import Loc, value_at, with_texts
 from agentrl.validation_messages import section_types
 
 
@@ -42,12 +43,17 @@ class VerlRun(NamedTuple):
 
 
 def read_verl_tree(
-    given: DictConfig, *, file: str | Path | None = None, overridden: Sequence[str] = ()
+    given: DictConfig,
+    texts: Callable[[], DictConfig] | None = None,
+    *,
+    file: str | Path | None = None,
+    overridden: Sequence[str] = (),
 ) -> VerlRun:
     """Read verl's tree.
 
     Args:
         given: The content of file and command line, unresolved.
+        texts: Returns the same with the given text as each value.
         file: Named in errors.
         overridden: Keys that were given on the command line; errors say so.
 
@@ -62,6 +68,8 @@ def read_verl_tree(
     problems += _conflicts(mapped)
     defaults = list(_read_defaults(tree, {key for i in mapped for key in i.settings}, problems))
     _raise(problems, file, overridden)
+    if texts is not None:
+        mapped = _with_texts(mapped, tree, texts)
     # A default of verl without effect must not be reported as a key that the user chose.
     config = _validate([*mapped, *defaults], file, overridden)
     dead = {key.key for key in find_dead_keys(config)}
@@ -182,9 +190,28 @@ def _problem(key: str, error: ConfigError) -> Problem:
     return Problem(key, str(error.args[0]), None if expected is None else str(expected))
 
 
-def _validate(
-    mapped: Sequence[MappedKey], file: str | Path | None, overridden: Sequence[str]
-) -> RunConfig:
+def _with_texts(
+    mapped: Sequence[MappedKey], tree: GivenTree, texts: Callable[[], DictConfig]
+) -> list[MappedKey]:
+    """Take the given text of values that are refused, for keys whose type is text."""
+
+    def text_at(loc: Loc) -> Any:
+        for item in mapped:
+            for key, value in item.settings.items():
+                parts = tuple(key.split("."))
+                is_read_unchanged = repr(value) == repr(tree.value(item.key))
+                if loc[: len(parts)] == parts and is_read_unchanged:
+                    return value_at(GivenTree(texts()).value(item.key), loc[len(parts) :])
+        return None
+
+    fixed = with_texts(RunConfig.model_validate, _nested(mapped), text_at)
+    return [
+        replace(item, settings={key: value_at(fixed, key.split(".")) for key in item.settings})
+        for item in mapped
+    ]
+
+
+def _nested(mapped: Sequence[MappedKey]) -> dict[str, Any]:
     raw: dict[str, Any] = {}
     for item in mapped:
         for key, value in item.settings.items():
@@ -193,8 +220,14 @@ def _validate(
             for name in sections:
                 section = section.setdefault(name, {})
             section[leaf] = value
+    return raw
+
+
+def _validate(
+    mapped: Sequence[MappedKey], file: str | Path | None, overridden: Sequence[str]
+) -> RunConfig:
     try:
-        return RunConfig.model_validate(raw)
+        return RunConfig.model_validate(_nested(mapped))
     except ValidationError as error:
         origins, problems = VerlReport(tuple(mapped), ()).origins, problems_of(error)
         _raise([_in_their_names(problem, origins) for problem in problems], file, overridden)

@@ -7,6 +7,7 @@ import linecache
 import os
 import resource
 import select
+import signal
 import sys
 import time
 import traceback
@@ -131,6 +132,8 @@ def _run_interpreter(limits: Limits, out: int, err: int, requests: int, answers:
     try:
         null = os.open(os.devnull, os.O_RDONLY)
         prepare_child(limits, null, out, err)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as every interpreter of Python does
+            signal.signal(number, signal.SIG_IGN)
         for descriptor in (null, out, err):
             os.close(descriptor)
         sys.argv = [""]

@@ -4,8 +4,11 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TypedDict
+
+SIGKILLED = "[killed by SIGKILL: by its own code, or by the system]\n"
 
 
 class Limits(TypedDict):
@@ -22,14 +25,18 @@ class Limits(TypedDict):
 
 
 def prepare_child(limits: Limits, stdin: int, stdout: int, stderr: int) -> None:
-    """Give a forked process its own group, its three descriptors and its limits.
+    """Give a forked process its own group, descriptors, default signal handling and limits.
 
-    The limits apply to everything that the process starts, and cannot be raised again.
+    The limits apply to everything that the process starts, and cannot be raised again. Python
+    ignores SIGPIPE and SIGXFSZ, and the processes above this one may ignore or block others: a
+    program inherits that.
     """
     os.setpgid(0, 0)
     for descriptor, number in ((stdin, 0), (stdout, 1), (stderr, 2)):
         os.dup2(descriptor, number)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for name, value in limits["rlimits"].items():
         kind: int = vars(resource)[name]
         hard = resource.getrlimit(kind)[1]
@@ -51,7 +58,7 @@ def describe_death(status: int, usage: resource.struct_rusage, limits: Limits) -
     if number == signal.SIGXCPU or is_used_up:
         return "cpu", "[killed: its CPU seconds were used up]\n"
     if number == signal.SIGKILL:
-        return "memory", "[killed: most likely it used more memory than it may]\n"
+        return "killed", SIGKILLED  # the supervisor alone knows whether it was for memory
     return "killed", f"[killed by {signal.Signals(number).name}]\n"
 
 
@@ -75,14 +82,18 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def bound_memory(max_bytes: int) -> None:
-    """Kill the largest processes below this one while together they use more than `max_bytes`."""
+def bound_memory(max_bytes: int, report: Callable[[], None]) -> None:
+    """Kill the largest processes below this one while together they use more than `max_bytes`.
+
+    `report` is called before each kill.
+    """
     running = descendants()
     if sum(map(_resident_bytes, running)) <= max_bytes:  # counts shared memory several times
         return
     used = {pid: _proportional_bytes(pid) for pid in running}
     while sum(used.values()) > max_bytes:
         largest = max(used, key=used.__getitem__)
+        report()
         kill(largest)
         del used[largest]
 

@@ -28,7 +28,8 @@ class Supervisor:
         folder: The folder to make, which is deleted at the end.
         number: The sandbox's number.
         guest: The guest's socket.
-        control: The control socket. Its end means "kill it"; the last error is written to it.
+        control: The control socket. Its end means "kill it". A line break is written to it for each
+            process that is killed for its memory, and the last error at the end.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Supervisor:
         """Start the sandbox, watch it, and remove everything that it leaves."""
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.set_blocking(self._control, False)  # a busy trainer must not delay the watch
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         for path in (self._folder, self._private, self._storage):
             os.mkdir(path, 0o700)
@@ -121,7 +123,12 @@ class Supervisor:
             elif ready:
                 return message
             else:
-                bound_memory(self._settings["memory_bytes"] + _OWN_BYTES)
+                bound_memory(self._settings["memory_bytes"] + _OWN_BYTES, self._report_kill)
+
+    def _report_kill(self) -> None:
+        """Write that a process is killed for its memory, before the guest can see its end."""
+        with suppress(OSError):  # the trainer may be gone
+            os.write(self._control, b"\n")
 
 
 def _die_with_parent() -> None:

@@ -19,6 +19,10 @@ _DRAIN_S = 1.0
 
 def main() -> None:
     """Act as the server for the parent process. The server reads this process's input itself."""
+    inherited = {n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN}
+    for number in inherited - {signal.SIGPIPE, signal.SIGXFSZ}:  # Popen restores these two
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGTERM, _leave)
     if sys.platform == "linux":  # orphans of the server become children of this process
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.errors import ServiceError, ToolError
+from agentrl.plugins.call import setting_up
 from agentrl.tools.mcp.connection import MAX_LAST_WORDS, connect
 from agentrl.tools.mcp.servers import HttpServer, Server
 
@@ -60,7 +61,8 @@ class Session:
         Raises:
             ServiceError: if the server did not start, cannot be reached, or sends no greeting.
         """
-        await self._is_decided.wait()
+        with setting_up():  # within `connect_timeout_s`
+            await self._is_decided.wait()
         if self._client is None:
             error = self._error or ConnectionError("the session was closed")
             raise self.unavailable(error) from error

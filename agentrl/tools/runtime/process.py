@@ -34,6 +34,7 @@ from agentrl.plugins.call import (
     CallTimeoutError,
     call_bounded,
     in_thread,
+    setting_up,
     source_line,
     traceback_of,
 )
@@ -132,15 +133,29 @@ class ProcessExecutor(ToolExecutor):
         return self._is_lost
 
     async def open(self) -> None:
-        """Wait until processes can be started.
+        """Start the process and build the tool in it, within `START_S`; a model may be loaded.
 
         Raises:
-            ToolLifeError: if they cannot.
+            ToolLifeError: if the process does not start, or the tool cannot be built in it.
         """
+        if self._worker is None:
+            await self._start()
+
+    async def _start(self) -> "_Worker":
         await wait_for_server()
+        self._worker = worker = _Worker(self.tool)
+        try:
+            start = partial(in_thread, worker.start)
+            await call_bounded(start, timeout_s=START_S, name=f"tool:{self.tool.name}")
+        except BaseException:
+            await self.close()
+            raise
+        return worker
 
     async def run(self, call: MethodCall) -> Any:
         """Make the call in the process; start the process if there is none.
+
+        The start does not count as time of the call.
 
         Raises:
             ToolError: if the tool raised one.
@@ -149,10 +164,10 @@ class ProcessExecutor(ToolExecutor):
         if call.method == "create":
             self._is_lost = False
         try:
-            if self._worker is None:
-                self._worker = _Worker(self.tool)
-                await in_thread(self._worker.start)
-            return await in_thread(partial(self._worker.ask, call))
+            if (worker := self._worker) is None:
+                with setting_up():
+                    worker = await self._start()
+            return await in_thread(partial(worker.ask, call))
         except (asyncio.CancelledError, ProcessDiedError):
             self._is_lost = True
             await self.close()
@@ -218,20 +233,24 @@ class _Worker:
             with _children:
                 self._process.start()
             self._child_connection.close()
+        self.ask(None)
 
-    def ask(self, call: MethodCall) -> Any:
+    def ask(self, call: MethodCall | None) -> Any:
+        """Make a call and wait for its answer; None: wait until the tool is built."""
         with self._asking:
-            self._num_calls += 1
             number, value, error = None, None, None
             try:
-                self._connection.send((self._num_calls, call))
+                if call is not None:
+                    self._num_calls += 1
+                    self._connection.send((self._num_calls, call))
                 while number != self._num_calls:  # skip what a child of the tool may have sent
                     number, value, error = self._connection.recv()
             except (EOFError, OSError):
                 self._process.join(_KILL_WAIT_S)
                 exit_code = self._process.exitcode
+                doing = call.method if call else "its start"
                 raise ProcessDiedError(
-                    f"the process of tool {self._name!r} died in {call.method}",
+                    f"the process of tool {self._name!r} died in {doing}",
                     exit_code=exit_code,
                     reason="it was killed: by the system, if memory ran out"
                     if exit_code == -signal.SIGKILL
@@ -264,7 +283,8 @@ class _Worker:
 def _serve(connection: Connection, packed: PackedTool) -> None:
     """Answer calls until the other end closes. This is the whole life of the process."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C is the trainer's. Programs that the tool starts would inherit SIG_IGN, not a handler.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
     end_with_parent()  # a call that never returns does not see that the other end has closed
     pid = os.getpid()
 
@@ -278,15 +298,15 @@ def _serve(connection: Connection, packed: PackedTool) -> None:
             connection.send((number, None, ToolLifeError(message)))
 
     with asyncio.Runner() as runner, suppress(EOFError):
-        number, call = connection.recv()
         try:
             tool = packed.build()
         except Exception as error:  # noqa: BLE001 - building runs code of users
-            reply(number, None, sendable(error))
+            reply(0, None, sendable(error))
             return
+        reply(0, None, None)
         while True:
-            reply(number, *runner.run(_answer(tool, call)))
             number, call = connection.recv()
+            reply(number, *runner.run(_answer(tool, call)))
 
 
 async def _answer(tool: BaseTool, call: MethodCall) -> tuple[Any, Exception | None]:

@@ -61,6 +61,39 @@ def test_structured_content_is_shown_where_no_text_repeats_it():
     assert read().text == ""
 
 
+@pytest.mark.parametrize("is_error", [False, True])
+@pytest.mark.parametrize(
+    ("parts", "shown"),
+    [
+        ([text("")], "{}"),
+        ([text(" \n"), text("")], "{}"),
+        ([text(""), PNG], "{}"),
+        ([embedded(text="words")], "[demo://1]\nwords\n{}"),
+        (
+            [embedded(blob="AAAA"), text("")],
+            "[demo://1: application/octet-stream, 3 bytes, not shown]\n{}",
+        ),
+        ([{"type": "resource_link", "uri": "demo://2", "name": "a"}], "[link to a, demo://2]\n{}"),
+        (
+            [{"type": "audio", "mimeType": "audio/wav", "data": "AA=="}],
+            "[audio: audio/wav, 3 bytes, not shown]\n{}",
+        ),
+        ([text("so"), embedded(text="words")], "so\n[demo://1]\nwords"),
+        ([text(""), text("so")], "\nso"),
+    ],
+)
+def test_structured_content_is_hidden_by_words_alone(
+    parts: list[dict[str, Any]], shown: str, is_error: bool
+):
+    shown = shown.replace("{}", '{"a": 1}')
+    if is_error:
+        with pytest.raises(ToolError) as error:
+            read(*parts, structuredContent={"a": 1}, isError=True)
+        assert str(error.value) == shown
+    else:
+        assert read(*parts, structuredContent={"a": 1}).text == shown
+
+
 def test_an_error_is_reported_with_the_servers_text():
     with pytest.raises(ToolError, match=r"^not so\nand not so$"):
         read(text("not so"), text("and not so"), isError=True)

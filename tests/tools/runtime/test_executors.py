@@ -199,6 +199,32 @@ async def test_a_process_keeps_its_state_from_create_to_release(tmp_path: Path):
     assert life_of(log) == ["create", "execute", "execute", "execute", "release"]
 
 
+SLOW_TO_BUILD = """
+import subprocess, time
+from agentrl.tools import BaseTool
+
+class Slow(BaseTool):
+    def __init__(self, config, tool_schema=None):
+        super().__init__(config, tool_schema)
+        time.sleep(config["build_s"])
+
+    def execute(self, instance_id, parameters, **kwargs):
+        return subprocess.check_output(["bash", "-c", "trap -p; echo 1"], text=True)
+"""
+
+
+async def test_a_tool_is_built_in_its_process_in_a_time_of_its_own(tmp_path: Path):
+    """As one that loads a model; the programs that it starts handle signals by default."""
+    (source := tmp_path / "slow.py").write_text(SLOW_TO_BUILD)
+    config = {"isolation": "process", "timeout_s": 1, "build_s": 1.5}
+    tool = load_class(f"{source}:Slow", BaseTool)(config, schema("slow"))
+    session = session_of(tool)
+    await session.create()
+    [outcome] = await session.execute([call("slow")])
+    assert (outcome.outcome, outcome.response.text) == (CallOutcome.OK, "1\n")
+    assert await session.release() == []
+
+
 async def test_a_process_that_never_returns_is_killed_and_made_again(tmp_path: Path):
     log = tmp_path / "log"
     tool = CountingProcessTool({"isolation": "process", "log": str(log), "timeout_s": 2})
