@@ -97,6 +97,10 @@ class DataConfig(Section):
     """Use only this many rows of each validation set, the first ones; null: all."""
     custom_cls: CustomClassConfig | None = None
     """A dataset class of the user: `(files, config, *, max_samples) -> Sequence[dict]`."""
+    sampler: CustomClassConfig | None = None
+    """A class of the user that orders the training rows, built with `data_source` and
+    `data_config`: each epoch iterates over it once. `update(batch)`, if it has one, gets the batch
+    of each step. null: `shuffle` and `seed` order them."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Extra variables of the chat template, such as `enable_thinking`."""
     cache_dir: UserPath | None = None

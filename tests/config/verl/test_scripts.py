@@ -193,8 +193,9 @@ def test_keys_of_the_reward_model_are_read(changes: dict[str, Any], key: str, va
     ("changes", "message"),
     [
         ({"strategy": "megatron"}, "FSDP2 alone"),
-        ({"model.external_lib": "my_lib"}, "no module is imported"),
-        ({"rollout.name": "sglang"}, "reward.model.engine=sglang"),
+        ({"model.type": "generative"}, "`judge`"),
+        ({"rollout.name": "sglang"}, "reward.model.addresses"),
+        ({"data_processor_config.path": "p.py"}, "reward model's own template"),
     ],
 )
 def test_what_a_reward_model_cannot_have_here_is_refused(changes: dict[str, Any], message: str):
@@ -248,10 +249,11 @@ def test_sync_shows_a_row_its_own_tools_and_ends_at_a_malformed_call():
         ({**TOOLS, **ASYNC}, f"{R}.mode", "max_parallel_calls"),
         ({**TOOLS, "data.truncation": "left"}, "data.truncation", "several turns cut none"),
         ({FUSION: "http://sandbox"}, FUSION, "share of the first ten"),
-        ({"trainer.test_freq": -1}, "trainer.test_freq", "once, at the end"),
+        ({"trainer.test_freq": -1, "data.val_files": "v.jsonl"}, "trainer.test_freq",
+         "once, at the end"),
         ({f"{A}.loss_agg_mode": "seq-mean-token-sum-norm"}, f"{A}.loss_agg_mode", "grad_clip"),
     ],
-)
+)  # fmt: skip
 def test_what_a_run_does_differently_is_reported(changes: dict[str, Any], key: str, word: str):
     assert word in note_of(changes, key)
 
