@@ -113,6 +113,18 @@ def reward_servers(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
     return Mapped({row.ours[0]: "sglang"}, "the servers at reward.model.addresses score")
 
 
+def reward_processor(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Refuse a function that would rewrite what the reward model reads."""
+    if not _is_enabled(tree):
+        return _OFF
+    if value not in (None, {}):
+        raise ConfigError(
+            f"is {value!r}: the conversation is rendered with the reward model's own template",
+            expected="null, or a scorer of your own (custom_reward_function)",
+        )
+    return Mapped()
+
+
 def reward_tokens(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
     """Take the tokens of a batch, which verl reads only for dynamic batches."""
     if not _is_enabled(tree):
