@@ -144,12 +144,12 @@ MODULES: dict[str, str] = {
     "workers.rollout.llm_server": "agent_loops: LLMServerClient=AsyncLLMServerManager",
     "workers.rollout.replica": "agent_loops: TokenOutput",
     "workers.reward_manager": (
-        "compat.scoring: AbstractRewardManager get_reward_manager_cls register; rewards: "
+        "compat.reward_managers: AbstractRewardManager get_reward_manager_cls register; rewards: "
         "BatchRewardManager NaiveRewardManager PrimeRewardManager"
     ),
-    "workers.reward_manager.abstract": "compat.scoring: AbstractRewardManager",
+    "workers.reward_manager.abstract": "compat.reward_managers: AbstractRewardManager RawRewardFn",
     "workers.reward_manager.registry": (
-        "compat.scoring: REWARD_MANAGER_REGISTRY get_reward_manager_cls register"
+        "compat.reward_managers: REWARD_MANAGER_REGISTRY get_reward_manager_cls register"
     ),
 }
 """verl's modules and their sources: a module of agentrl, then its names
