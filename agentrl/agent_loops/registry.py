@@ -33,6 +33,7 @@ VERL_LOOPS = (
     "verl.experimental.agent_loop.single_turn_agent_loop.SingleTurnAgentLoop",
     "verl.experimental.agent_loop.SingleTurnAgentLoop",
     "verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop",
+    "verl.experimental.agent_loop.ToolAgentLoop",
 )
 """Class paths of verl's loops that `agentrl.compat` has too."""
 _OFFERED = frozenset({
