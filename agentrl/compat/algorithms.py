@@ -54,8 +54,11 @@ def compute_policy_loss(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode=loss_agg_mode,
         config=ActorConfig.model_validate(given),
     )  # fmt: skip
-    names = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
-    return loss, *(torch.as_tensor(metrics[f"actor/{name}"]) for name in names)
+    clipped, kl, lower = (
+        torch.as_tensor(metrics[f"actor/{name}"])
+        for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+    )
+    return loss, clipped, kl, lower
 
 
 class ActorConfig(OwnActorConfig):

@@ -81,7 +81,10 @@ class ToolAgentLoop(AgentLoopBase):
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, processor: Any = None, **kwargs: Any) -> None:
         """Read the configuration and load the interactions, once in a process."""
-        rollout, turns = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.multi_turn
+        rollout, turns = (
+            config.actor_rollout_ref.rollout,
+            config.actor_rollout_ref.rollout.multi_turn,
+        )
         cls.max_user_turns = turns.max_user_turns
         cls.max_assistant_turns = turns.max_assistant_turns
         cls.max_parallel_calls = turns.max_parallel_calls

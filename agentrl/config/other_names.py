@@ -37,7 +37,7 @@ def read_other_names(given: DictConfig, verls_keys: Collection[str] = ()) -> dic
             parent: Any = OmegaConf.select(given, section, throw_on_resolution_failure=False)
             if not isinstance(parent, DictConfig) or leaf not in parent:
                 continue
-            node = parent._get_node(leaf)  # the value before it is resolved
+            node = parent._get_node(leaf)  # pyright: ignore[reportPrivateUsage] - the value before it is resolved
             value = OmegaConf.select(given, spelled, throw_on_resolution_failure=False)
             for target in targets:
                 other = OmegaConf.select(given, target, throw_on_resolution_failure=False)

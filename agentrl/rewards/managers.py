@@ -154,7 +154,8 @@ def make_reward_manager(
             `tokenizer`.
 
     Raises:
-        ConfigError: If the manager is unknown or does not take `reward.manager_kwargs`, or a scorer does not take its `reward_kwargs`.
+        ConfigError: If the manager is unknown or does not take `reward.manager_kwargs`, or a
+            scorer does not take its `reward_kwargs`.
         PluginError: If a scorer cannot be loaded.
         SandboxError: If a scorer runs code and no sandbox is available.
     """

@@ -29,10 +29,10 @@ from agentrl.trainer.credit import Credit, estimator_requires, needs_old_log_pro
 from agentrl.trainer.interruption import NestableRunner
 from agentrl.trainer.metrics.alerts import find_idle_rules
 from agentrl.trainer.metrics.run_logger import RunLogger
-from agentrl.trainer.sampled_order import SampledOrder
 from agentrl.trainer.rollout_messages import WorkerSettings
 from agentrl.trainer.rollout_pool import RolloutPool, WorkerScores
 from agentrl.trainer.rollouts.files import RolloutFiles
+from agentrl.trainer.sampled_order import SampledOrder
 from agentrl.trainer.sampling import StepSampler
 from agentrl.trainer.setup.datasets import RunData, load_run_data, prompt_encoder
 from agentrl.trainer.setup.engine_factory import (

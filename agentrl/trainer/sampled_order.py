@@ -4,7 +4,7 @@ import base64
 import io
 import pickle
 import random
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any, cast
@@ -80,7 +80,7 @@ class SampledOrder(DataOrder):
         return found
 
     def update(self, batch: DataProto) -> None:
-        """Give the sampler the batch of a step, over all ranks, if it has `update`. A collective."""
+        """Give the sampler a step's batch of all ranks, if it has `update`. A collective."""
         if not self._adapts:
             return
         parts = self._world.gather_on_main([batch.to("cpu")])
@@ -151,7 +151,7 @@ class SampledOrder(DataOrder):
         except TypeError as error:
             wanted = "a class that is built with data_source and data_config"
             raise PluginError(f"{path}: {error}", key=_KEY, expected=wanted) from error
-        if not hasattr(made, "__iter__"):
+        if not isinstance(made, Iterable):
             raise PluginError(f"{path} has no __iter__", key=_KEY, expected="one that gives rows")
         return made
 

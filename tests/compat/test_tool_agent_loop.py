@@ -2,7 +2,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from agentrl.compat.verl.experimental.agent_loop.tool_agent_loop import (
@@ -26,7 +26,7 @@ UNKNOWN = '<tool_call>{"name": "oracle", "arguments": {}}</tool_call>'
 
 
 class Teacher(BaseInteraction):
-    ended: list[str] = []
+    ended: ClassVar[list[str]] = []
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
@@ -108,7 +108,9 @@ class OwnGenerating(ToolAgentLoop):
 
 
 class OwnPending(ToolAgentLoop):
-    async def _handle_pending_state(self, agent_data: AgentData, sampling_params: Any) -> AgentState:
+    async def _handle_pending_state(
+        self, agent_data: AgentData, sampling_params: Any
+    ) -> AgentState:
         agent_data.messages.append({"role": "user", "content": "own pending"})
         return await super()._handle_pending_state(agent_data, sampling_params)
 

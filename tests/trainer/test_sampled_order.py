@@ -124,7 +124,7 @@ def make(tmp_path: Path, name: str) -> SampledOrder:
     file.write_text(SAMPLERS)
     sampler: Any = {"path": str(file), "name": name}
     config = DataConfig.model_validate({"train_files": ["a"], "sampler": sampler, "seed": 3})
-    return SampledOrder(ROWS, config, start_world("cpu"))
+    return SampledOrder(ROWS, config, start_world("cpu", timeout_s=60))
 
 
 def step(order: SampledOrder) -> list[int]:
@@ -151,7 +151,7 @@ def test_resume_is_exact_at_each_step(tmp_path: Path, name: str, num_before: int
 def test_an_epoch_has_each_row_at_most_once(tmp_path: Path, name: str):
     order = make(tmp_path, name)
     for _ in range(3):
-        epoch = sum((step(order) for _ in range(3)), [])
+        epoch = [row for _ in range(3) for row in step(order)]
         assert len(set(epoch)) == 9
     assert order.num_batches(3) == 3
 
