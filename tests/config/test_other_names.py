@@ -1,4 +1,4 @@
-"""Names of other libraries and of earlier layouts: read, refused by name, or led to the right key."""
+"""Names of other libraries and of earlier layouts are read, refused, or lead to the right key."""
 
 import logging
 from collections.abc import Callable
