@@ -18,14 +18,22 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from agentrl.agent_loops.base import AgentLoopBase
+from agentrl.config.schema.agent import TOOL_AGENT
 from agentrl.errors import ConfigError, did_you_mean
 from agentrl.plugins import load_class, load_object
 from agentrl.plugins.from_verl import translate
+from agentrl.plugins.registry import note_replaced
 
 TARGET = "_target_"
+SINGLE_TURN = "single_turn_agent"
+"""Name of the bundled loop with one completion."""
+BUNDLED = (TOOL_AGENT, SINGLE_TURN)
+"""Names of the bundled agents."""
 VERL_LOOPS = (
     "verl.experimental.agent_loop.single_turn_agent_loop.SingleTurnAgentLoop",
     "verl.experimental.agent_loop.SingleTurnAgentLoop",
+    "verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop",
+    "verl.experimental.agent_loop.ToolAgentLoop",
 )
 """Class paths of verl's loops that `agentrl.compat` has too."""
 _OFFERED = frozenset({
@@ -100,7 +108,7 @@ def register(agent_name: str) -> Callable[[L], L]:
     """Register a class of agent loops under a name, for `agent_name` and `default_agent_loop`.
 
     The module must be imported: name it in the key `plugins`, or in `agent_loop_config_path`. The
-    last registration of a name counts.
+    last registration of a name counts, also if the name is that of a bundled agent.
     """
 
     def decorate(loop: L) -> L:
@@ -109,6 +117,8 @@ def register(agent_name: str) -> Callable[[L], L]:
                 f"{loop!r} is registered as the agent {agent_name!r}",
                 expected="a subclass of agentrl.agent_loops.AgentLoopBase",
             )
+        if agent_name in BUNDLED and agent_name not in _REGISTERED:
+            note_replaced("agent", agent_name, loop)
         _REGISTERED[agent_name] = LoopEntry(agent_name, loop)
         return loop
 

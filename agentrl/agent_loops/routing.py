@@ -9,7 +9,12 @@ from typing import Any
 
 from agentrl.agent_loops.external import ExternalAgent, check_external
 from agentrl.agent_loops.gateway import Gateway, GatewaySettings
-from agentrl.agent_loops.registry import LoopEntry, load_agent_loops, registered_loops
+from agentrl.agent_loops.registry import (
+    SINGLE_TURN,
+    LoopEntry,
+    load_agent_loops,
+    registered_loops,
+)
 from agentrl.agent_loops.runner import AgentLoopRunner
 from agentrl.agent_loops.single_turn import SingleTurnAgentLoop
 from agentrl.config.schema.agent import TOOL_AGENT
@@ -27,8 +32,6 @@ AGENT_NAME = "agent_name"
 """Column of a row that names its agent."""
 EXTERNAL = "external"
 """Name of the agent of `rollout.agent.command` or `rollout.agent.python`."""
-SINGLE_TURN = "single_turn_agent"
-"""Name of the bundled loop with one completion."""
 
 
 def make_run(config: RunConfig, tokenizer: Any) -> "AgentRouter":

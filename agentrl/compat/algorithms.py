@@ -7,7 +7,7 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor
 
-from agentrl.algorithms import correction, get_adv_estimator_fn
+from agentrl.algorithms import correction, get_adv_estimator_fn, get_policy_loss_fn
 from agentrl.algorithms.correction.rollout import PREFIX
 from agentrl.config.schema.correction import RolloutCorrectionConfig
 from agentrl.config.schema.training import ActorConfig as OwnActorConfig
@@ -34,6 +34,31 @@ class AdvantageEstimator(StrEnum):
     GPG = "gpg"
     RLOO_VECTORIZED = "rloo_vectorized"
     GRPO_VECTORIZED = "grpo_vectorized"
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute PPO's loss: the loss, the clipped share, the KL, the share of the lower clip."""
+    low, high = (cliprange if one is None else one for one in (cliprange_low, cliprange_high))
+    given = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": clip_ratio_c}
+    loss, metrics = get_policy_loss_fn("vanilla")(
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode=loss_agg_mode,
+        config=ActorConfig.model_validate(given),
+    )  # fmt: skip
+    clipped, kl, lower = (
+        torch.as_tensor(metrics[f"actor/{name}"])
+        for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+    )
+    return loss, clipped, kl, lower
 
 
 class ActorConfig(OwnActorConfig):

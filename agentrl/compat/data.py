@@ -1,16 +1,18 @@
 """Batches, dataset and tensor functions of verl 0.6.1."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch.utils.data import Sampler
 
 from agentrl.errors import DataError
 from agentrl.media.loading import load_media
 from agentrl.media.records import MediaKind
+from agentrl.plugins import load_object
 from agentrl.protocol import (
     DataProto,
     DataProtoItem,
@@ -157,6 +159,37 @@ class RLHFDataset:
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         return dict(self.dataframe[item])
+
+
+class AbstractSampler(Sampler[int]):
+    """Orders the training rows; `data.sampler` names a subclass."""
+
+    def __init__(self, data_source: Sized, data_config: Any) -> None:
+        """Accept the arguments of every sampler."""
+
+
+class AbstractCurriculumSampler(AbstractSampler):
+    """A sampler that gets the batch of each step."""
+
+    def update(self, batch: DataProto) -> None:
+        """Take the batch of a step."""
+        raise NotImplementedError
+
+
+def create_rl_dataset(
+    data_paths: str | Sequence[str],
+    data_config: Mapping[str, Any],
+    tokenizer: Any,
+    processor: Any,
+    is_train: bool = True,
+    max_samples: int = -1,
+) -> Any:
+    """Build the dataset class of `custom_cls`, or `RLHFDataset`."""
+    chosen = data_config.get("custom_cls") or {}
+    path, kind = chosen.get("path"), RLHFDataset
+    if path is not None:
+        kind = load_object(f"{path}:{chosen['name']}")
+    return kind(data_paths, tokenizer, data_config, processor, max_samples)
 
 
 def process_image(image: Any, *_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Scorers and reward managers of verl 0.6.1, under verl's signatures.
+"""Scorers of verl 0.6.1, under verl's signatures.
 
 The functions call agentrl's own, so agentrl's rules apply: thoughts are not read, numbers and
 mathematics are compared by value. `docs/from_verl.md` lists what differs.
@@ -7,25 +7,20 @@ mathematics are compared by value. `docs/from_verl.md` lists what differs.
 import asyncio
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 from agentrl.answers import Method, extract_gsm8k_answer, is_same_answer, last_boxed, read_text
-from agentrl.errors import ConfigError, RewardError, SandboxError
+from agentrl.errors import RewardError, SandboxError
 from agentrl.rewards import gsm8k, math_answer, math_dapo, qa
-from agentrl.rewards.managers import get_reward_manager, register_reward_manager
 from agentrl.rewards.sources import BUNDLED, find_bundled
 from agentrl.rewards.sources import default_compute_score as own_default_compute_score
 from agentrl.sandbox import Execution, ExecutionEnd
 from agentrl.sandbox.fusion import FusionClient
 
-M = TypeVar("M", bound=type)
-
 FINISHED = (ExecutionEnd.OK, ExecutionEnd.ERROR)
 """Ends of programs that SandboxFusion reports as finished."""
-REWARD_MANAGER_REGISTRY: dict[str, type] = {}
-"""The classes that `register` was given."""
 
 _BOX = "\\boxed{"
 _GEO3K_FORM = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
@@ -213,63 +208,3 @@ def process_single_case(
         "api_request_error": None,
     }
     return is_right if has_ended else -2, metadata
-
-
-class AbstractRewardManager:
-    """A manager that scores a whole `DataProto`. It can be defined, but a run cannot use it.
-
-    agentrl's managers score finished requests (`agentrl.rewards.RewardManager`).
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        num_examine: int,
-        compute_score: Callable[..., Any] | None,
-        reward_fn_key: str = "data_source",
-        **kwargs: Any,
-    ) -> None:
-        """Accept the arguments that verl passes."""
-
-    def __call__(self, data: Any, return_dict: bool = False) -> Any:
-        """Score a batch."""
-        raise NotImplementedError
-
-
-def register(name: str) -> Callable[[M], M]:
-    """Decorate a manager, so that `reward.manager` finds it by name.
-
-    A class without agentrl's `score` can be defined and registered, but a run cannot use it.
-    """
-
-    def put(found: M) -> M:
-        other = REWARD_MANAGER_REGISTRY.get(name)
-        if other is not None and other is not found:
-            raise ValueError(f"the reward manager {name!r} is {other} already, not {found}")
-        if other is None:
-            register_reward_manager(name)(found if hasattr(found, "score") else _refusing(found))
-        REWARD_MANAGER_REGISTRY[name] = found
-        return found
-
-    return put
-
-
-def get_reward_manager_cls(name: str) -> Any:
-    """Find a manager by name.
-
-    Raises:
-        ConfigError: for an unknown name.
-    """
-    return REWARD_MANAGER_REGISTRY.get(name) or get_reward_manager(name)
-
-
-def _refusing(found: type) -> Callable[..., NoReturn]:
-    def refuse(*args: Any) -> NoReturn:
-        raise ConfigError(
-            f"the reward manager {found.__name__} scores a DataProto, as verl's managers do",
-            key="reward.manager",
-            expected="a bundled manager and its scoring in reward.custom_reward_function; or a "
-            "class with `async def score(self, requests)` (docs/rewards.md)",
-        )
-
-    return refuse

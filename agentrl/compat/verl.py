@@ -22,6 +22,7 @@ _PREFIX = f"{__name__}."
 MODULES: dict[str, str] = {
     "experimental.agent_loop": (
         "agent_loops: AgentLoopBase AgentLoopOutput AsyncLLMServerManager SingleTurnAgentLoop; "
+        "compat.tool_agent_loop: ToolAgentLoop; "
         "compat.agent_loops: get_trajectory_info; trainer.agent_loop_manager: AgentLoopManager "
         "AgentLoopWorker"
     ),
@@ -37,6 +38,10 @@ MODULES: dict[str, str] = {
         "compat.agent_loops: add_generation_prompt_for_gpt_oss build_gpt_oss_tool_response_text "
         "format_gpt_oss_tool_response_manually resolve_config_path"
     ),
+    "experimental.agent_loop.tool_agent_loop": (
+        "compat.tool_agent_loop: AgentData AgentState ToolAgentLoop"
+    ),
+    "experimental.dataset.sampler": "compat.data: AbstractCurriculumSampler AbstractSampler",
     "interactions.base": "compat.interactions: BaseInteraction",
     "interactions.gsm8k_interaction": "compat.interactions: Gsm8kInteraction",
     "interactions.weather_interaction": "compat.interactions: WeatherInteraction",
@@ -94,9 +99,11 @@ MODULES: dict[str, str] = {
     "tools.utils.tool_registry": (
         "compat.tools: get_tool_class; compat.agent_loops: initialize_tools_from_config"
     ),
+    "trainer.main_ppo": "compat.data: create_rl_dataset",
     "trainer.ppo.core_algos": (
         "algorithms: *; compat.algorithms: AdvantageEstimator "
-        "compute_grpo_vectorized_outcome_advantage compute_rloo_vectorized_outcome_advantage"
+        "compute_grpo_vectorized_outcome_advantage compute_policy_loss "
+        "compute_rloo_vectorized_outcome_advantage"
     ),
     "trainer.ppo.rollout_corr_helper": (
         "compat.algorithms: compute_offpolicy_metrics compute_rollout_correction_and_rejection_mask"
@@ -142,14 +149,15 @@ MODULES: dict[str, str] = {
     "workers.config": "compat.algorithms: ActorConfig",
     "workers.config.actor": "compat.algorithms: ActorConfig",
     "workers.rollout.llm_server": "agent_loops: LLMServerClient=AsyncLLMServerManager",
+    "workers.rollout.schemas": "messages: Message",
     "workers.rollout.replica": "agent_loops: TokenOutput",
     "workers.reward_manager": (
-        "compat.scoring: AbstractRewardManager get_reward_manager_cls register; rewards: "
+        "compat.reward_managers: AbstractRewardManager get_reward_manager_cls register; rewards: "
         "BatchRewardManager NaiveRewardManager PrimeRewardManager"
     ),
-    "workers.reward_manager.abstract": "compat.scoring: AbstractRewardManager",
+    "workers.reward_manager.abstract": "compat.reward_managers: AbstractRewardManager RawRewardFn",
     "workers.reward_manager.registry": (
-        "compat.scoring: REWARD_MANAGER_REGISTRY get_reward_manager_cls register"
+        "compat.reward_managers: REWARD_MANAGER_REGISTRY get_reward_manager_cls register"
     ),
 }
 """verl's modules and their sources: a module of agentrl, then its names

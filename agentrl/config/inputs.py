@@ -18,6 +18,7 @@ INPUT_KEYS = (
     "data.train_files",
     "data.val_files",
     "data.custom_cls.path",
+    "data.sampler.path",
     "model.path",
     "model.tokenizer_path",
     "model.lora_adapter_path",

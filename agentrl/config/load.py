@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from agentrl.config.other_names import read_other_names
 from agentrl.config.overrides import apply_overrides, key_of
 from agentrl.config.problems import (
     ON_COMMAND_LINE,
@@ -29,6 +30,7 @@ from agentrl.config.problems import (
 )
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.verl import VerlReport, is_verl_tree, read_verl_tree
+from agentrl.config.verl.table import single_keys
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.given_texts import load_yaml, value_at, with_texts
 from agentrl.validation_messages import describe_malformed, describe_unresolved
@@ -80,6 +82,8 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> ReadConfig:
     with naming_origin(overrides):
         with naming_file(file):
             is_verls = is_verl_tree(given)
+            moved = read_other_names(given, single_keys() if is_verls else ())
+        overridden = [moved.get(key, key) for key in overridden]
         if is_verls:
             return ReadConfig(*read_verl_tree(given, texts, file=file, overridden=overridden))
         resolved = _resolve(given, file)
@@ -113,11 +117,14 @@ def parse_config(raw: Mapping[str, Any], *, file: str | Path | None = None) -> R
     Raises:
         ConfigError: see `load_config`.
     """
-    if is_verl_tree(raw):
-        config, report = read_verl_tree(OmegaConf.create(dict(raw)), file=file)
+    given = OmegaConf.create(dict(raw), flags={"allow_objects": True})
+    is_verls = is_verl_tree(raw)
+    moved = read_other_names(given, single_keys() if is_verls else ())
+    if is_verls:
+        config, report = read_verl_tree(given, file=file)
         logger.warning("%s", report.summarize())
         return config
-    return _validate(dict(raw), file, ())
+    return _validate(_resolve(given, file) if moved else dict(raw), file, ())
 
 
 def _read_yaml(file: Path, *, as_texts: bool = False) -> DictConfig:
@@ -142,7 +149,7 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _resolve(config: DictConfig, file: Path) -> dict[str, Any]:
+def _resolve(config: DictConfig, file: str | Path | None) -> dict[str, Any]:
     try:
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:

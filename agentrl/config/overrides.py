@@ -47,6 +47,10 @@ def key_of(override: str) -> str:
 
 def _apply(base: DictConfig, override: str, *, as_texts: bool) -> DictConfig:
     key = key_of(override)
+    if not override.strip():
+        message = f"{override!r} is a blank and no override"
+        expected = "section.key=value; in a script a blank after a backslash ends the command there"
+        raise ConfigError(message, expected=expected)
     if "@" in key or "/" in key:
         message = f"{override!r} chooses a file of Hydra, and agentrl composes no files"
         raise ConfigError(message, key=key, expected="section.key=value")

@@ -1,28 +1,25 @@
 """What is wrong with a run file: one record and one line of a message for each problem."""
 
 import re
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Never
+from typing import Any, Never, cast
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from agentrl.config.other_names import find_meant, find_refusal
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, find_nearest
 from agentrl.validation_messages import describe_expected, dotted, section_types
 
-_OTHER_NAMES = {
-    "max_new_tokens": "rollout.multi_turn.max_tokens_per_turn",
-    "stop_tokens": "rollout.stop",
-    "cliprange": "actor.clip_ratio",
-}
-"""Names of keys in other libraries, and agentrl's key."""
 _ANYWHERE = ("name", "url", "path", "type", "enable")
 """Names that mean something only together with their section."""
+_SECOND = ("critic", "prepare")
+"""Sections that are meant only if the unknown key names them."""
 _INDEX = re.compile(r"\[\d+\]")
 ON_COMMAND_LINE = "(given on the command line)"
 
@@ -84,7 +81,11 @@ def problems_of(error: ValidationError, overridden: Sequence[str] = ()) -> list[
         error: From validating a `RunConfig`.
         overridden: Dotted keys that were given on the command line; their messages say so.
     """
-    return [mark_overridden(_problem(details), overridden) for details in error.errors()]
+    return [
+        mark_overridden(problem, overridden)
+        for details in error.errors()
+        for problem in _problems(details)
+    ]
 
 
 def mark_overridden(problem: Problem, overridden: Sequence[str]) -> Problem:
@@ -95,6 +96,8 @@ def mark_overridden(problem: Problem, overridden: Sequence[str]) -> Problem:
 
 def unknown_key(key: str, known: Sequence[str] | None = None) -> str:
     """Write the message for an unknown key, with the nearest known one; see `nearest_key`."""
+    if why := find_refusal(key):
+        return f"unknown key: {why}"
     nearest = nearest_key(key, known)
     return "unknown key" + (f"; did you mean {nearest!r}?" if nearest else "")
 
@@ -108,7 +111,7 @@ def nearest_key(key: str, known: Sequence[str] | None = None) -> str | None:
     """
     existing = known_keys() if known is None else known
     section, _, leaf = key.rpartition(".")
-    if meant := _OTHER_NAMES.get(leaf):
+    if meant := find_meant(key):
         return meant
     if same := [other for other in existing if other.rpartition(".")[2] == leaf]:
         return _closest(section, same)
@@ -138,9 +141,10 @@ def _closest(section: str, keys: Sequence[str]) -> str | None:
     """Choose, among keys of one name, the key with the sections most like the unknown key's."""
     given = set(section.split("."))
 
-    def likeness(key: str) -> tuple[int, int]:
+    def likeness(key: str) -> tuple[int, int, bool]:
         sections = set(key.split(".")[:-1])
-        return len(sections & given), -len(sections - given)
+        is_first = sections.isdisjoint(_SECOND)
+        return len(sections & given), -len(sections - given), is_first
 
     best = max(keys, key=likeness)
     is_specific = best.rpartition(".")[2] not in _ANYWHERE or not section
@@ -158,6 +162,24 @@ def _keys_under(section: type[BaseModel], prefix: str) -> Iterable[str]:
         yield prefix + name
         for inner in section_types(field.annotation):
             yield from _keys_under(inner, f"{prefix}{name}.")
+
+
+def _problems(details: ErrorDetails) -> Iterator[Problem]:
+    """Describe an error; of an unknown section, the keys in it if one of them is well known."""
+    key, value = dotted(details["loc"]), details["input"]
+    inner = list(_leaves(key, value)) if details["type"] == "extra_forbidden" else []
+    if any(find_refusal(leaf) or find_meant(leaf) for leaf in inner):
+        yield from (Problem(leaf, unknown_key(leaf), is_unknown=True) for leaf in inner)
+    else:
+        yield _problem(details)
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in cast("Mapping[Any, Any]", value).items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key
 
 
 def _problem(details: ErrorDetails) -> Problem:

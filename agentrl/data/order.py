@@ -1,11 +1,14 @@
 """The order of the data: a function of seed and epoch, so that a resumed run repeats it."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from agentrl.errors import DataError
+
+if TYPE_CHECKING:
+    from agentrl.protocol import DataProto
 
 _UINT64 = (1 << 64) - 1
 
@@ -86,7 +89,10 @@ class DataOrder:
         self.position += size
         return self._order()[start : self.position]
 
-    def state_dict(self) -> dict[str, int | bool | str]:
+    def update(self, batch: "DataProto") -> None:
+        """Take the batch of a step; this order does not depend on it."""
+
+    def state_dict(self) -> dict[str, Any]:
         """Return position and identity of the order, for a checkpoint."""
         return self._identity() | {"epoch": self.epoch, "position": self.position}
 

@@ -1,13 +1,17 @@
 """Registries: tables from names to functions and classes of one kind."""
 
+import logging
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
 
+from agentrl.config.other_names import table as other_names
 from agentrl.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 F = TypeVar("F")
+
+logger = logging.getLogger(__name__)
 
 
 class Registry(Generic[T]):
@@ -34,16 +38,20 @@ class Registry(Generic[T]):
     def register(self, name: str | Enum) -> Callable[[F], F]:
         """Return a decorator that registers an object under `name`.
 
+        An object of a user replaces a bundled one, and a note says so. The same object, defined
+        again in a notebook or a reloaded module, replaces itself.
+
         Raises:
-            ConfigError: if another object has the name. (The same object, defined again in a
-                notebook or a reloaded module, replaces itself.)
+            ConfigError: if another object has the name, and it is not a bundled one.
         """
         plain = _plain(name)
 
         def put(found: F) -> F:
             taken = self._found.get(plain)
             if taken is not None and _origin(taken) != _origin(found):
-                raise ConfigError(f"the {self._kind} {plain!r} is {_origin(taken)} already")
+                if not is_bundled(taken) or is_bundled(found):
+                    raise ConfigError(f"the {self._kind} {plain!r} is {_origin(taken)} already")
+                note_replaced(self._kind, plain, found)
             self._found[plain] = cast("T", found)
             return found
 
@@ -69,12 +77,24 @@ class Registry(Generic[T]):
 def unknown_name(kind: str, name: str, known: Iterable[str], *, key: str) -> ConfigError:
     """Build the error for an unregistered name."""
     names = sorted(known)
+    meant = other_names()["values"].get(key, {}).get(name)
+    guess = f"; did you mean {meant}?" if meant else did_you_mean(name, names)
     return ConfigError(
-        f"unknown {kind} {name!r}{did_you_mean(name, names)}",
+        f"unknown {kind} {name!r}{guess}",
         key=key,
         expected=f"one of {', '.join(names)}; or one of your own, registered by a module that the "
         "key plugins names",
     )
+
+
+def is_bundled(found: Any) -> bool:
+    """Whether a function or class is agentrl's own."""
+    return found.__module__.partition(".")[0] == "agentrl"
+
+
+def note_replaced(kind: str, name: str, found: Any) -> None:
+    """Report that an object of a user replaces a bundled one."""
+    logger.warning("note: %s replaces the bundled %s %r", _origin(found), kind, name)
 
 
 def _plain(name: str | Enum) -> str:

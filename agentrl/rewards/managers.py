@@ -5,15 +5,16 @@
 """
 
 import asyncio
+import inspect
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, Self, TypeVar, cast, runtime_checkable
 
 from agentrl.config.schema.reward import RewardConfig
-from agentrl.errors import Fault, RewardError
+from agentrl.errors import ConfigError, Fault, RewardError
 from agentrl.plugins.call import ExecutionMode, contained
 from agentrl.plugins.registry import Registry
 from agentrl.plugins.remote import Remotes
@@ -46,7 +47,7 @@ from agentrl.sandbox.factory import check_sandbox
 
 
 class RewardManager(Protocol):
-    """Scores requests. Made once per run, as `factory(compute_score, config)`."""
+    """Scores requests. Made once per run, as `factory(compute_score, config, **manager_kwargs)`."""
 
     async def score(self, requests: Sequence[AsyncRolloutRequest]) -> None:
         """Set `reward` and `reward_extra_info` of each completed request, in place.
@@ -137,7 +138,11 @@ def runs_code(config: RewardConfig, sources: Iterable[str] = ()) -> bool:
 
 
 def make_reward_manager(
-    config: RewardConfig, scorer: ScoreFn | None = None, *, remotes: Remotes | None = None
+    config: RewardConfig,
+    scorer: ScoreFn | None = None,
+    *,
+    remotes: Remotes | None = None,
+    load_tokenizer: Callable[[], Any] | None = None,
 ) -> RewardManager:
     """Make the configured manager with the configured scorers.
 
@@ -145,9 +150,12 @@ def make_reward_manager(
         config: The reward section.
         scorer: A scorer that replaces those of the section.
         remotes: The scorers that run in processes with their `resources`.
+        load_tokenizer: Loads the policy's tokenizer, for a manager that has the argument
+            `tokenizer`.
 
     Raises:
-        ConfigError: If the manager is unknown, or a scorer does not take its `reward_kwargs`.
+        ConfigError: If the manager is unknown or does not take `reward.manager_kwargs`, or a
+            scorer does not take its `reward_kwargs`.
         PluginError: If a scorer cannot be loaded.
         SandboxError: If a scorer runs code and no sandbox is available.
     """
@@ -157,9 +165,33 @@ def make_reward_manager(
         part = parts_of(scorers)[index or 0]
         if isinstance(part, LoadedScorer):
             part.remote = (remotes or {}).get(key)
-    made = get_reward_manager(config.manager)(scorers, config)
+    factory, kwargs = get_reward_manager(config.manager), dict(config.manager_kwargs)
+    if load_tokenizer is not None and "tokenizer" in inspect.signature(factory).parameters:
+        kwargs["tokenizer"] = load_tokenizer()
+    check_manager_kwargs(factory, (scorers, config), kwargs, config.manager)
+    made = cast("Callable[..., RewardManager]", factory)(scorers, config, **kwargs)
     is_streaming = config.launch_reward_fn_async and isinstance(made, StreamingRewardManager)
     return made if is_streaming else ScoreAfterRollout(made, config)
+
+
+def check_manager_kwargs(
+    factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> None:
+    """Check that a reward manager takes these arguments.
+
+    Raises:
+        ConfigError: If it does not; with the arguments that it takes.
+    """
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        taken = ", ".join(list(signature.parameters)[len(args) :]) or "none"
+        raise ConfigError(
+            f"the reward manager {name!r}: {error}",
+            key="reward.manager_kwargs",
+            expected=f"arguments that it takes: {taken}",
+        ) from None
 
 
 def reads_ground_truth(rewards: RewardManager) -> bool:

@@ -32,6 +32,7 @@ from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.rollout_messages import WorkerSettings
 from agentrl.trainer.rollout_pool import RolloutPool, WorkerScores
 from agentrl.trainer.rollouts.files import RolloutFiles
+from agentrl.trainer.sampled_order import SampledOrder
 from agentrl.trainer.sampling import StepSampler
 from agentrl.trainer.setup.datasets import RunData, load_run_data, prompt_encoder
 from agentrl.trainer.setup.engine_factory import (
@@ -216,7 +217,7 @@ def build_components(
     """
     data = load_run_data(config, setup, given)
     run_logger.notes(data.notes)
-    order = make_order(config, data)
+    order = make_order(config, data, world)
     num_batches = order.num_batches(config.prompts_per_rollout)
     total_steps = count_steps(config, num_batches)
     record = DataRecord.of(config, data, setup)
@@ -437,18 +438,22 @@ def find_endless_turn(config: RunConfig, setup: RolloutSetup) -> Iterator[str]:
         )
 
 
-def make_order(config: RunConfig, data: RunData) -> DataOrder:
+def make_order(config: RunConfig, data: RunData, world: World) -> DataOrder:
     """Make the order of the training rows.
 
     Raises:
         DataError: if the data has fewer rows than a batch.
+        PluginError: if `data.sampler` cannot be built.
     """
-    order = DataOrder(
-        len(data.train),
-        seed=config.data.seed,
-        shuffle=config.data.shuffle,
-        fingerprint=data.train.fingerprint,
-    )
+    if config.data.sampler is not None:
+        order = SampledOrder(data.train, config.data, world)
+    else:
+        order = DataOrder(
+            len(data.train),
+            seed=config.data.seed,
+            shuffle=config.data.shuffle,
+            fingerprint=data.train.fingerprint,
+        )
     if not config.trainer.val_only:
         order.check_batch(config.prompts_per_rollout)
     return order

@@ -209,6 +209,7 @@ class Trainer:
             credit |= parts.credit.add_log_probs_of_update(batch, update.outputs)
             if update.metrics["actor/optimizer_steps"]:
                 parts.credit.commit()
+            parts.order.update(batch)
             # Recorded before the sync: if the engine fails now, the step can still be saved.
             self._last.record(self.step, self.summary, unlogged=credit)
             self.sync_weights()

@@ -272,4 +272,4 @@ def test_the_texts_of_gpt_oss():
 
 def test_a_module_that_verl_has_and_agentrl_has_not_is_named():
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("agentrl.compat.verl.experimental.agent_loop.tool_agent_loop")
+        importlib.import_module("agentrl.compat.verl.experimental.agent_loop.prometheus_utils")

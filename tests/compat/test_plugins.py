@@ -16,7 +16,6 @@ from agentrl.config.schema.run import DataConfig
 from agentrl.data.dataset import load_prompts
 from agentrl.interactions import initialize_interactions_from_config
 from agentrl.plugins import load_object
-from agentrl.rewards.managers import get_reward_manager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 from agentrl.tools import initialize_tools_from_config
@@ -263,11 +262,3 @@ def test_a_reward_function_scores_with_verls_functions(here: Path):
     assert scorer("aime", r"so \boxed{3}", "3", {"num_turns": 2})["score"] == 1.0
     wrong = scorer("aime", "I do not know", "3", {"num_turns": 4})
     assert (wrong["score"], wrong["pred"]) == (-0.9, "")
-
-
-def test_a_reward_manager_of_verls_is_defined_and_says_why_it_cannot_be_chosen(here: Path):
-    load_object("their_manager:TheirManager")
-    with pytest.raises(
-        agentrl.errors.ConfigError, match="scores a DataProto, as verl's managers do"
-    ):
-        get_reward_manager("their_manager")(lambda: 0, None)

@@ -225,7 +225,7 @@ def test_a_key_of_another_section_leads_to_it():
         ("generation.max_new_tokens", "rollout.multi_turn.max_tokens_per_turn"),
         ("rollout.stop_tokens", "rollout.stop"),
         ("trainer.cliprange", "actor.clip_ratio"),
-        ("agent_loop.name", None),
+        ("agent_loop.name", "rollout.agent.default_agent_loop"),
         ("retriever.url", None),
         ("sandbox.url", "reward.sandbox.url"),
         ("trainer.totl_steps", "trainer.total_training_steps"),

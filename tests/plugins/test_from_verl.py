@@ -12,6 +12,8 @@ from agentrl.interactions import initialize_interactions_from_config
 from agentrl.tools import initialize_tools_from_config
 
 GSM8K = "verl.interactions.gsm8k_interaction.Gsm8kInteraction"
+WEATHER = "verl.interactions.weather_interaction.WeatherInteraction"
+HINTS = ["max_hints", "hint_penalty"]
 ZOOM = "verl.tools.image_zoom_in_tool.ImageZoomInTool"
 SEARCH = {"retrieval_service_url": "http://127.0.0.1:1"}
 
@@ -33,9 +35,9 @@ def notes(folder: Path, kind: str, entry: dict[str, Any], caplog: Any) -> list[s
 @pytest.mark.parametrize(
     ("kind", "class_name", "config", "noted"),
     [
-        ("interaction", GSM8K, {"max_hints": 2, "hint_penalty": 0.1}, ["max_hints", "hint_penalty"]),
+        ("interaction", GSM8K, dict.fromkeys(HINTS, 1), HINTS),
         ("interaction", GSM8K, {"timeout_s": 3, "name": "x"}, []),
-        ("interaction", "verl.interactions.weather_interaction.WeatherInteraction", {"a": 1}, ["a"]),
+        ("interaction", WEATHER, {"a": 1}, ["a"]),
         ("interaction", "verl.interactions.base.BaseInteraction", {"score": 1}, ["score"]),
         ("interaction", "agentrl.interactions.gsm8k_interaction.Gsm8kInteraction",
          {"max_hints": 2}, []),

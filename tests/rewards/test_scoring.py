@@ -329,7 +329,7 @@ def test_a_manager_is_registered_once_and_found_by_name():
     asyncio.run(make_reward_manager(RewardConfig(manager="constant-of-a-test")).score([request]))
     assert request.reward == 2.0
     with pytest.raises(ConfigError, match="already"):
-        register_reward_manager("naive")(Constant)
+        register_reward_manager("constant-of-a-test")(type("Other", (Constant,), {}))
     with pytest.raises(ConfigError, match="did you mean 'naive'"):
         get_reward_manager("naiv")
 

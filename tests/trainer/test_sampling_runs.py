@@ -60,6 +60,35 @@ def weights_moved(trainer: Trainer) -> bool:
     return any(not torch.equal(after[name].float(), before[name].float()) for name in after)
 
 
+SAMPLER = """
+class Easiest:
+    def __init__(self, data_source, data_config):
+        self.scores = [0.0] * len(data_source)
+
+    def __iter__(self):
+        return iter(sorted(range(len(self.scores)), key=lambda row: self.scores[row]))
+
+    def update(self, batch):
+        for row, score in enumerate(batch.batch["token_level_scores"].sum(-1).tolist()):
+            self.scores[row % len(self.scores)] += score + 0.01 * row
+"""
+
+
+@pytest.mark.slow
+def test_resume_is_exact_with_a_sampler_that_learns_from_the_steps(train: Train, tmp_path: Path):
+    file = tmp_path / "sampler.py"
+    file.write_text(SAMPLER)
+    changes = {
+        "data__sampler": {"path": str(file), "name": "Easiest"},
+        "trainer__total_training_steps": 4,
+    }
+    train(tmp_path / "whole", **changes)
+    with pytest.raises(Killed):
+        train(tmp_path / "killed", ("before", 3), **changes)
+    train(tmp_path / "killed", **changes)
+    assert differences(tmp_path / "whole", tmp_path / "killed") == []
+
+
 @pytest.mark.slow
 def test_resume_is_exact_a_step_of_several_batches_goes_on_as_if_never_stopped(
     train: Train, tmp_path: Path

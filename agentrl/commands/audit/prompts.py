@@ -43,8 +43,10 @@ class PromptOrder:
         self._rows: list[tuple[int, int]] = []
         """Positions and rows of earlier steps, sorted."""
         data = read_order(run)
-        self._has_order = data is not None
-        if data is None:
+        self._why_not = "no checkpoint has the number of rows" if data is None else ""
+        if run.config.data.sampler is not None:
+            self._why_not = "data.sampler orders the rows"
+        if data is None or self._why_not:
             return
         config = run.config.data
         order = DataOrder(data["num_rows"], seed=config.seed, shuffle=config.shuffle)
@@ -58,8 +60,8 @@ class PromptOrder:
 
     def check(self, check: Check, step: Step) -> None:
         """Check the prompts of a step; steps come in order."""
-        if not self._has_order:
-            check.not_done = "not done: no checkpoint has the number of rows"
+        if self._why_not:
+            check.not_done = f"not done: {self._why_not}"
             return
         if (positions := self._positions.get(step.number)) is None:
             raise DataError(

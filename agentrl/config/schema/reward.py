@@ -153,6 +153,8 @@ class RewardConfig(Section):
 
     manager: str = "naive"
     """Name of a registered reward manager."""
+    manager_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Further arguments of a reward manager of the user; the bundled ones take none."""
     custom_reward_function: CustomRewardConfig | None = None
     """null: the bundled scorer of the row's `data_source`."""
     functions: list[RewardFunctionConfig] = Field(default_factory=list[RewardFunctionConfig])

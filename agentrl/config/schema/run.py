@@ -8,7 +8,7 @@ checked stays true. The other modules of this package have the other sections.
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from agentrl.config.schema.agent import AgentConfig
 from agentrl.config.schema.cluster import ClusterConfig, PoolConfig
@@ -46,6 +46,12 @@ class CustomClassConfig(Section):
     """`package.module` or `path/to/file.py`."""
     name: str
     """The name of the class in it."""
+
+
+_TEMPLATE_ARGUMENTS = frozenset({
+    "continue_final_message", "add_generation_prompt", "tokenize", "return_dict", "return_tensors",
+    "return_assistant_tokens_mask", "padding", "max_length", "truncation",
+})  # fmt: skip
 
 
 class DataConfig(Section):
@@ -97,8 +103,24 @@ class DataConfig(Section):
     """Use only this many rows of each validation set, the first ones; null: all."""
     custom_cls: CustomClassConfig | None = None
     """A dataset class of the user: `(files, config, *, max_samples) -> Sequence[dict]`."""
+    sampler: CustomClassConfig | None = None
+    """A class of the user that orders the training rows, built with `data_source` and
+    `data_config`: each epoch iterates over it once. `update(batch)`, if it has one, gets the batch
+    of each step. null: `shuffle` and `seed` order them."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Extra variables of the chat template, such as `enable_thinking`."""
+
+    @field_validator("apply_chat_template_kwargs")
+    @classmethod
+    def _refuse_arguments(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if names := sorted(_TEMPLATE_ARGUMENTS & given.keys()):
+            reason = (
+                f"{', '.join(names)}: an argument of transformers and no variable of a template; a "
+                "prompt always ends with the generation prompt, so an answer is never continued"
+            )
+            raise ValueError(reason)
+        return given
+
     cache_dir: UserPath | None = None
     """Folder of the cache of prompt lengths; null: `~/.cache/agentrl`."""
 

@@ -184,6 +184,13 @@ def _schedule(value: Any, row: KeyMapping) -> Mapped:
     return Mapped({row.ours[0]: value}, note if value == "cosine" else "")
 
 
+def weight_decay(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Take the weight decay."""
+    return Mapped(
+        {row.ours[0]: value}, "only matrices are decayed, not norms and biases" if value else ""
+    )
+
+
 def warmup_steps(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Convert training steps of warm-up into optimizer steps."""
     steps = -1 if value is None else integer(value)

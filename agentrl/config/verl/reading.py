@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from pydantic import BaseModel, ValidationError
 
 from agentrl.config.dead_keys import find_dead_keys
+from agentrl.config.other_names import find_refusal
 from agentrl.config.problems import (
     Problem,
     known_keys,
@@ -122,7 +123,7 @@ def _read_defaults(
 
 
 def _read_row(row: KeyMapping, key: str, tree: GivenTree) -> MappedKey | DroppedKey:
-    outcome = _of_no_critic(row, tree) or row.outcome
+    outcome = _of_unread_section(row, tree) or row.outcome
     if isinstance(outcome, Rejected):
         value, allowed = tree.value(key), outcome.allowed
         is_off = value is None and any(harmless in (False, 0) for harmless in allowed)
@@ -145,11 +146,15 @@ def _read_row(row: KeyMapping, key: str, tree: GivenTree) -> MappedKey | Dropped
     )
 
 
-def _of_no_critic(row: KeyMapping, tree: GivenTree) -> Ignored | None:
+def _of_unread_section(row: KeyMapping, tree: GivenTree) -> Ignored | None:
+    """Say why verl does not read the section of a key; then its value need not even resolve."""
     is_of_critic = row.name.startswith("critic.") and row.name != "critic.enable"
-    if not is_of_critic or is_trained(tree):
-        return None
-    return Ignored("algorithm.adv_estimator reads no values, so there is no critic")
+    if is_of_critic and not is_trained(tree):
+        return Ignored("algorithm.adv_estimator reads no values, so there is no critic")
+    is_of_servers = row.name.startswith(("reward_model.rollout.", "reward_model.data_"))
+    if is_of_servers and not tree.value("reward_model.enable"):
+        return Ignored("reward_model.enable is false")
+    return None
 
 
 def _read_ours(key: str, tree: GivenTree) -> MappedKey:
@@ -168,10 +173,8 @@ def _read_ours(key: str, tree: GivenTree) -> MappedKey:
     if is_section(key):
         message = f"is {shown(value)}, and verl has a section there"
         raise ConfigError(message, expected="a mapping of keys to values")
-    raise ConfigError(
-        unknown_key(key, (*single_keys(), *known_keys())),
-        expected="a key of verl 0.6.1, or one of agentrl's",
-    )
+    expected = None if find_refusal(key) else "a key of verl 0.6.1, or one of agentrl's"
+    raise ConfigError(unknown_key(key, (*single_keys(), *known_keys())), expected=expected)
 
 
 def _conflicts(mapped: Sequence[MappedKey]) -> Iterator[Problem]:

@@ -78,22 +78,51 @@ def reward_strategy(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored
 
 
 def reward_library(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
-    """Refuse a module that verl would import for the reward model."""
+    """Import a module at the start, as `plugins` does, if there is a reward model."""
     if not _is_enabled(tree):
         return _OFF
-    if value is not None:
-        raise ConfigError(f"is {value!r}, and no module is imported by name", expected="null")
+    return Mapped({row.ours[0]: [value]} if value else {})
+
+
+def reward_type(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Accept a model that gives a number; refuse one that writes a verdict."""
+    if not _is_enabled(tree):
+        return _OFF
+    if value not in (None, "discriminative"):
+        raise ConfigError(
+            f"is {value!r}, and {SECTION}.enable reads a model with a head of one label",
+            expected="discriminative; a model that writes a verdict is the bundled scorer `judge` "
+            "(reward.functions), or your own scorer that calls its server",
+        )
     return Mapped()
 
 
-def reward_servers(value: Any, tree: Tree, row: KeyMapping) -> Ignored:
-    """Refuse the servers that later versions of verl start for a reward model."""
+def reward_servers(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Score on servers that run already; agentrl starts none for a reward model."""
     if not _is_enabled(tree):
         return _OFF
-    raise ConfigError(
-        "is a key of later versions, which start servers for the reward model",
-        expected="reward.model.engine=sglang with addresses of running servers, or no such key",
-    )
+    if value is None:
+        return Mapped()
+    if not tree.value("reward.model.addresses"):
+        raise ConfigError(
+            f"is {value!r}: verl would start servers for the reward model, and agentrl starts none",
+            expected="reward.model.addresses=[http://HOST:PORT] of SGLang servers that you start "
+            "with --is-embedding; or no reward_model.rollout, and the training devices score; a "
+            "model that writes a verdict is the bundled scorer `judge` (reward.functions)",
+        )
+    return Mapped({row.ours[0]: "sglang"}, "the servers at reward.model.addresses score")
+
+
+def reward_processor(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Refuse a function that would rewrite what the reward model reads."""
+    if not _is_enabled(tree):
+        return _OFF
+    if value not in (None, {}):
+        raise ConfigError(
+            f"is {value!r}: the conversation is rendered with the reward model's own template",
+            expected="null, or a scorer of your own (custom_reward_function)",
+        )
+    return Mapped()
 
 
 def reward_tokens(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:

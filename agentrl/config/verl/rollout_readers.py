@@ -36,6 +36,13 @@ def is_async(tree: Tree) -> bool:
     return tree.value(f"{ROLLOUT}.mode") == "async"
 
 
+def has_turns(tree: Tree) -> bool:
+    """Whether a tool, an interaction or an agent loop may make a conversation of several turns."""
+    paths = ("tool_config_path", "function_tool_path", "interaction_config_path")
+    loops = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.agent.agent_loop_config_path"
+    return any(tree.value(f"{TURNS}.{path}") for path in paths) or any(map(tree.is_changed, loops))
+
+
 def engine(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Choose agentrl's engine for verl's."""
     if value is None:
@@ -164,9 +171,9 @@ def observation_budget(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     longest = count(tree, "data.max_response_length")
     if not tree.is_changed(row.name) and not is_async(tree):
         note = "verl's sync rollout cuts no tool response; here the response's budget is the limit"
-        return Mapped({row.ours[0]: longest}, note)
+        return Mapped({row.ours[0]: longest}, note if has_turns(tree) else "")
     cuts = "" if is_async(tree) else "; verl's sync rollout cuts nothing"
-    note = f"tokens here, characters in verl{cuts}"
+    note = f"tokens here, characters in verl{cuts}" if has_turns(tree) else ""
     return Mapped({row.ours[0]: min(integer(value), longest)}, note)
 
 
@@ -176,7 +183,7 @@ def parallel_calls(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
         return Mapped()
     there = "drops the calls beyond it" if is_async(tree) else "does not read it"
     note = f"how many run at once, the others queue; verl {there}"
-    return Mapped({row.ours[0]: value}, note)
+    return Mapped({row.ours[0]: value}, note if has_turns(tree) else "")
 
 
 def tool_format(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from agentrl.config.schema.run import TrackerName, TrainerConfig
+from agentrl.config.tables import method_facts
 from agentrl.config.verl.mapping import Ignored, KeyMapping, Mapped, Tree, as_list, integer
 from agentrl.config.verl.policy_readers import prompts_per_step
+from agentrl.config.verl.rollout_readers import has_turns
 from agentrl.errors import ConfigError
 
 
@@ -69,19 +71,36 @@ def max_samples(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Take a number of rows; -1 means all of them."""
     if value is None or integer(value) < 0:
         return Mapped({row.ours[0]: None})
-    return Mapped({row.ours[0]: value}, "the first rows of the files, not a random choice")
+    note = "the first rows of the files, not a random choice" if tree.value("data.shuffle") else ""
+    return Mapped({row.ours[0]: value}, note)
+
+
+def seed(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Take the seed of the order of the rows."""
+    if value is None:
+        return Mapped()
+    note = "the order differs from verl's for the same seed" if tree.value("data.shuffle") else ""
+    return Mapped({row.ours[0]: value}, note)
 
 
 def custom_class(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
-    """Take a dataset class; its signature differs from verl's."""
+    """Take a class of the dataset, or of a sampler that orders its rows."""
     if value is None:
         return Mapped()
-    found = {"path": value, "name": tree.value("data.custom_cls.name")}
+    is_sampler = row.ours[0] == "data.sampler"
+    name = tree.value(f"data.{'sampler.class_name' if is_sampler else 'custom_cls.name'}")
+    found = {"path": str(value).removeprefix("pkg://").replace("/", "."), "name": name}
+    if not str(value).startswith("pkg://"):
+        found["path"] = value
     note = "it returns rows (dicts); agentrl renders the prompts"
-    return Mapped({"data.custom_cls": found}, note)
+    return Mapped({row.ours[0]: found}, "" if is_sampler else note)
 
 
 # Rewards.
+
+
+_MANAGERS = ("naive", "batch", "prime", "dapo")
+"""The bundled reward managers."""
 
 
 def custom_reward(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
@@ -96,19 +115,16 @@ def custom_reward(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
         "solution_str is the policy's last message; in verl it is the whole conversation, which is "
         'in extra_info["messages"] here'
     )
-    return Mapped({"reward.custom_reward_function": scorer}, note)
+    return Mapped({"reward.custom_reward_function": scorer}, note if has_turns(tree) else "")
 
 
 def reward_kwargs(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
-    """Take the arguments of verl's reward manager `dapo`: its overlong buffer."""
+    """Take the arguments of a reward manager; those of verl's `dapo` are its overlong buffer."""
     given = _mapping(value)
+    if _manager(tree) not in _MANAGERS:
+        return Mapped({"reward.manager_kwargs": given} if given else {})
     buffer, longest = _mapping(given.pop("overlong_buffer_cfg", None)), given.pop("max_resp_len", 0)
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)}: reward managers take no arguments here",
-            expected="overlong_buffer_cfg and max_resp_len; custom_reward_function.reward_kwargs "
-            "are passed to the scorer",
-        )
+    rest = {"reward.manager_kwargs": given} if given else {}
     budget = tree.value("data.max_response_length")
     if buffer.get("enable") and longest != budget:
         raise ConfigError(
@@ -117,17 +133,31 @@ def reward_kwargs(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
             expected=f"max_resp_len={budget}",
         )
     kept = [name for name in ("enable", "len", "penalty_factor") if name in buffer]
-    note = "only tokens that the policy sampled count, not those of observations" if kept else ""
-    return Mapped({f"reward.overlong_buffer.{name}": buffer[name] for name in kept}, note)
+    note = "only tokens that the policy sampled count, not those of observations"
+    buffers = {f"reward.overlong_buffer.{name}": buffer[name] for name in kept}
+    return Mapped({**buffers, **rest}, note if buffer.get("enable") else "")
+
+
+def shaping_switch(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Take whether rewards of tokens, or of the trajectory, count; null and true change nothing."""
+    return Mapped(dict.fromkeys(row.ours, 0.0) if value is False else {})
+
+
+def shaping(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Take a bonus or a penalty, if its section is not switched off."""
+    switch = f"{row.name.rpartition('.')[0]}.enable"
+    if tree.value(switch) is False:
+        return Ignored(f"{switch} is false")
+    return Mapped({row.ours[0]: value})
 
 
 def launch_async(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Take whether scoring starts early; verl's default is taken only for the manager `batch`."""
     if tree.is_chosen(row.name):
         return Mapped({"reward.launch_reward_fn_async": value})
-    if tree.value("reward_model.reward_manager") != "batch":
+    if (manager := _manager(tree)) in _MANAGERS and manager != "batch":
         return Mapped()
-    note = "the manager batch gets the whole batch in one call, as in verl"
+    note = f"the manager {manager} gets the whole batch in one call, as in verl"
     return Mapped({"reward.launch_reward_fn_async": False}, note)
 
 
@@ -155,6 +185,11 @@ def of_sandbox(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
     return Mapped({row.ours[0]: integer(value, row.name) * unit})
 
 
+def _manager(tree: Tree) -> str:
+    named = tree.value("reward.reward_manager.name") or tree.value("reward_model.reward_manager")
+    return str(named or "naive")
+
+
 def _mapping(value: Any) -> dict[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"is {value!r}", expected="a mapping of keys to values")
@@ -174,24 +209,39 @@ _GROUPS_OF_ONE = {
 
 def adv_estimator(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Take an estimator by name; for groups of one, the variant that does what verl does."""
-    name = str(value)
+    name = _estimator(tree)
+    notes = {
+        "optimal_token_baseline": "the tokens of a group are compared by their index among the "
+        "trained tokens; optimal_token_baseline_verl compares them by position in the response"
+    }
+    if name.removesuffix("_verl") in _GROUPS_OF_ONE and name.endswith("_verl") and name != value:
+        notes[name] = "rollout.n is 1: as in verl, a group of one trains on its own reward"
+    return Mapped({"algorithm.adv_estimator": name}, notes.get(name, ""))
+
+
+def _estimator(tree: Tree) -> str:
+    """Return agentrl's name of the chosen estimator."""
+    name = str(tree.value("algorithm.adv_estimator"))
     if name != "rloo_vectorized":  # in a group of one it gives 0, and rloo does not
         name = name.removesuffix("_vectorized")
-    if name in _GROUPS_OF_ONE and tree.value("actor_rollout_ref.rollout.n") == 1:
-        note = "rollout.n is 1: as in verl, a group of one trains on its own reward"
-        return Mapped({"algorithm.adv_estimator": f"{name}_verl"}, note)
-    note = (
-        "the tokens of a group are compared by their index among the trained tokens; "
-        "optimal_token_baseline_verl compares them by position in the response"
-    )
-    is_compared = name == "optimal_token_baseline"
-    return Mapped({"algorithm.adv_estimator": name}, note if is_compared else "")
+    is_alone = name in _GROUPS_OF_ONE and tree.value("actor_rollout_ref.rollout.n") == 1
+    return f"{name}_verl" if is_alone else name
 
 
 def kl_in_reward(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Subtract the KL from the rewards, except in groups of equal scores."""
-    note = "groups of equal scores train on nothing; verl trains them on the KL" if value else ""
-    return Mapped({"algorithm.use_kl_in_reward": bool(value)}, note)
+    note = "groups of equal scores train on nothing; verl trains them on the KL"
+    is_other = value and _compares_groups(tree)
+    return Mapped({"algorithm.use_kl_in_reward": bool(value)}, note if is_other else "")
+
+
+def _compares_groups(tree: Tree) -> bool:
+    """Whether the estimator that is read compares the samples of a group."""
+    name = _estimator(tree)
+    return name in (found := method_facts().estimators) and found[name].compares_groups
+
+
+_FILTER = "algorithm.filter_groups"
 
 
 def filter_groups(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
@@ -204,7 +254,7 @@ def filter_metric(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Take the metric by which groups are filtered."""
     if value is None:
         return Mapped()
-    changed = value in ("score", "seq_final_reward")
+    changed = value in ("score", "seq_final_reward") and tree.value(f"{_FILTER}.enable")
     note = "the combined reward, before a KL is subtracted" if changed else ""
     return Mapped({"algorithm.filter_groups.metric": value}, note)
 
@@ -212,7 +262,8 @@ def filter_metric(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
 def max_num_gen_batches(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Take the limit of batches for one step; in verl, 0 and less mean no limit."""
     bound = max(0, integer(value))
-    note = "" if bound else "at most one epoch of the data is sampled for one step"
+    is_open = not bound and tree.value(f"{_FILTER}.enable")
+    note = "at most one epoch of the data is sampled for one step" if is_open else ""
     return Mapped({"algorithm.filter_groups.max_num_gen_batches": bound}, note)
 
 
@@ -252,7 +303,8 @@ def rejection(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
         return Mapped()
     joined = thresholds[0] if len(thresholds) == 1 else ",".join(map(str, thresholds))
     found = {"rollout_rs": ",".join(names), "rollout_rs_threshold": joined}
-    note = "; ".join(filter(None, (_KEPT, _unless_recorded(tree))))
+    kept = _KEPT if _compares_groups(tree) else ""
+    note = "; ".join(filter(None, (kept, _unless_recorded(tree))))
     return Mapped({f"{CORRECTION}.{name}": part for name, part in found.items()}, note)
 
 
@@ -325,7 +377,20 @@ def interval(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Take an interval in steps; in verl, 0 and less mean "never"."""
     if integer(value) > 0:
         return Mapped({row.ours[0]: value})
-    return Mapped({row.ours[0]: -1}, row.note)
+    is_idle = row.ours[0] == "trainer.test_freq" and tree.value("data.val_files") is None
+    return Mapped({row.ours[0]: -1}, "" if is_idle or tree.value("trainer.val_only") else row.note)
+
+
+def of_profiler(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Take a setting of the profiler, if steps are profiled."""
+    if not any(map(tree.value, ("global_profiler.steps", "trainer.profiler.steps"))):
+        return Ignored("global_profiler.steps is null")
+    return Mapped({row.ours[0]: value} if value is not None else {})
+
+
+def module(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Import a module at the start, as `plugins` does."""
+    return Mapped({row.ours[0]: [value]} if value else {})
 
 
 def resume_path(value: Any, tree: Tree, row: KeyMapping) -> Mapped:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -81,7 +82,16 @@ def load_plugins(config: RunConfig, remotes: Remotes = NOT_PLACED) -> Plugins:
     for tool in tools:
         if (remote := remotes.get(_key(tool))) is not None:
             tool.remote_object = remote
-    return Plugins(tools, interactions, make_reward_manager(config.reward, remotes=remotes))
+    load = partial(_load_tokenizer, config)
+    rewards = make_reward_manager(config.reward, remotes=remotes, load_tokenizer=load)
+    return Plugins(tools, interactions, rewards)
+
+
+def _load_tokenizer(config: RunConfig) -> Any:
+    """Load the policy's tokenizer for a reward manager; this imports torch."""
+    from agentrl.workers.tokenizer import load_tokenizer
+
+    return load_tokenizer(config.model)
 
 
 def find_placed(plugins: Plugins, config: RunConfig) -> list[PlacedPlugin]:
@@ -236,7 +246,8 @@ class Given:
             interactions[name] = interaction
         if self.reward is not None:
             check_arguments(self.reward, {})
-        rewards = make_reward_manager(config.reward, self.reward)
+        load = partial(_load_tokenizer, config)
+        rewards = make_reward_manager(config.reward, self.reward, load_tokenizer=load)
         return Plugins(tools, interactions, rewards)
 
     def rows_of(self, name: str) -> Sequence[Row] | None:

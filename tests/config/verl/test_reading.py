@@ -583,7 +583,6 @@ def test_a_clip_that_verl_does_not_read_does_not_clip():
         ({f"{R}.mode": "server"}, f"{R}.mode"),
         ({f"{R}.response_length": 99}, f"{R}.response_length"),
         ({f"{R}.multi_turn.tool_config_path": "t.yaml"}, f"{R}.multi_turn.enable"),
-        ({"reward_model.reward_kwargs": {"num_examine": 1}}, "reward_model.reward_kwargs"),
         ({"reward_model.reward_kwargs": {"overlong_buffer_cfg": 3}}, "reward_model.reward_kwargs"),
         ({"reward.reward_kwargs": {"overlong_buffer_cfg": BUFFER, "max_resp_len": 400}},
          "reward.reward_kwargs"),

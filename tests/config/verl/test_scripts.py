@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+import agentrl.config.verl
 from agentrl.config import RunConfig, check_config, read_config
 from agentrl.config.verl import VerlReport, read_verl_tree
 from agentrl.config.verl.table import table
@@ -193,8 +194,9 @@ def test_keys_of_the_reward_model_are_read(changes: dict[str, Any], key: str, va
     ("changes", "message"),
     [
         ({"strategy": "megatron"}, "FSDP2 alone"),
-        ({"model.external_lib": "my_lib"}, "no module is imported"),
-        ({"rollout.name": "sglang"}, "reward.model.engine=sglang"),
+        ({"model.type": "generative"}, "`judge`"),
+        ({"rollout.name": "sglang"}, "reward.model.addresses"),
+        ({"data_processor_config.path": "p.py"}, "reward model's own template"),
     ],
 )
 def test_what_a_reward_model_cannot_have_here_is_refused(changes: dict[str, Any], message: str):
@@ -248,12 +250,97 @@ def test_sync_shows_a_row_its_own_tools_and_ends_at_a_malformed_call():
         ({**TOOLS, **ASYNC}, f"{R}.mode", "max_parallel_calls"),
         ({**TOOLS, "data.truncation": "left"}, "data.truncation", "several turns cut none"),
         ({FUSION: "http://sandbox"}, FUSION, "share of the first ten"),
-        ({"trainer.test_freq": -1}, "trainer.test_freq", "once, at the end"),
+        ({"trainer.test_freq": -1, "data.val_files": "v.jsonl"}, "trainer.test_freq",
+         "once, at the end"),
         ({f"{A}.loss_agg_mode": "seq-mean-token-sum-norm"}, f"{A}.loss_agg_mode", "grad_clip"),
     ],
-)
+)  # fmt: skip
 def test_what_a_run_does_differently_is_reported(changes: dict[str, Any], key: str, word: str):
     assert word in note_of(changes, key)
+
+
+GAE = {"algorithm.adv_estimator": "gae"}
+KL = {"algorithm.use_kl_in_reward": True}
+VETO = {f"{C}.rollout_rs": "token", f"{C}.rollout_rs_threshold": 2.0,
+        f"{R}.calculate_log_probs": True}  # fmt: skip
+NO_ORDER = {"data.shuffle": False}
+SCORER = {"custom_reward_function.path": "score.py"}
+PENALTY = {"enable": True, "len": 4}
+
+
+@pytest.mark.parametrize(
+    ("key", "with_note", "without"),
+    [
+        ("algorithm.use_kl_in_reward", KL, [{**KL, **GAE}, {**KL, f"{R}.n": 1}]),
+        (f"{C}.rollout_rs", VETO, [{**VETO, **GAE}]),
+        ("data.seed", {"data.seed": 1}, [{"data.seed": 1, **NO_ORDER}]),
+        ("data.train_max_samples", {"data.train_max_samples": 9},
+         [{"data.train_max_samples": 9, **NO_ORDER}]),
+        ("custom_reward_function.path", {**SCORER, **TOOLS}, [SCORER]),
+        (f"{A}.optim.weight_decay", {f"{A}.optim.weight_decay": 0.1},
+         [{f"{A}.optim.weight_decay": 0.0}]),
+        ("trainer.test_freq", {"trainer.test_freq": -1, "data.val_files": "v"},
+         [{"trainer.test_freq": -1}, {"trainer.test_freq": 5, "data.val_files": "v"}]),
+        ("algorithm.filter_groups.metric", {**FILTER, "algorithm.filter_groups.metric": "score"},
+         [{"algorithm.filter_groups.metric": "score"}, FILTER]),
+        ("reward_model.reward_kwargs",
+         {"reward_model.reward_kwargs": {"overlong_buffer_cfg": PENALTY, "max_resp_len": 512}},
+         [{"reward_model.reward_kwargs": {"overlong_buffer_cfg": {"enable": False}}}]),
+        (f"{R}.multi_turn.max_tool_response_length",
+         {**TOOLS, f"{R}.multi_turn.max_tool_response_length": 9},
+         [{f"{R}.multi_turn.max_tool_response_length": 9}]),
+    ],
+)  # fmt: skip
+def test_a_note_is_printed_only_under_its_condition(key: str, with_note: Any, without: Any):
+    assert note_of(with_note, key)
+    for changes in without:
+        assert not note_of(changes, key), changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "value"),
+    [
+        ({"global_profiler.steps": [2]}, "trainer.profiler.steps", [2]),
+        ({"trainer.profile_steps": [2]}, "trainer.profiler.steps", [2]),
+        ({"global_profiler.steps": [2], f"{A}.profiler.ranks": [1]}, "trainer.profiler.ranks", [1]),
+        ({f"{M}.external_lib": "my_lib"}, "plugins", ["my_lib"]),
+        ({f"{M}.enable_activation_offloading": True}, "model.enable_activation_offload", True),
+        ({"reward_model.reward_manager": "mine", "reward_model.reward_kwargs": {"a": 1}},
+         "reward.manager_kwargs", {"a": 1}),
+        ({"reward_model.reward_manager": "mine"}, "reward.launch_reward_fn_async", False),
+        ({"reward_model.reward_kwargs": {"a": 1}}, "reward.manager_kwargs", {"a": 1}),
+        ({"data.sampler.class_path": "pkg://a/b.c", "data.sampler.class_name": "X"},
+         "data.sampler.path", "a.b.c"),
+        ({"data.sampler.class_path": "a/b.py", "data.sampler.class_name": "X"},
+         "data.sampler.path", "a/b.py"),
+        ({"reward_model.trajectory_reward.enable": False}, "reward.weights.trajectory", 0.0),
+        ({"reward_model.trajectory_reward.enable": True}, "reward.weights.trajectory", 1.0),
+        ({"reward_model.token_reward.enable": False,
+          "reward_model.token_reward.tool_call_bonus": 0.5}, "reward.tool_call_bonus", 0.0),
+        ({"reward_model.token_reward.enable": True,
+          "reward_model.token_reward.tool_call_bonus": 0.5}, "reward.tool_call_bonus", 0.5),
+    ],
+)  # fmt: skip
+def test_keys_of_verls_users_are_read(changes: dict[str, Any], key: str, value: Any):
+    found: Any = read(changes)
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+def test_no_sentence_says_that_there_is_no_profiler_or_sampler():
+    text = (Path(agentrl.config.verl.__file__).parent / "keys.yaml").read_text()
+    for stale in ("no profiler", "no samplers", "no module is imported"):
+        assert stale not in text
+
+
+def test_servers_that_run_score_for_a_reward_model():
+    servers = {"reward_model.rollout.name": "sglang", "reward_model.rollout.dtype": "bfloat16",
+               "reward.model.addresses": ["http://a:1"]}  # fmt: skip
+    model = read(REWARD_MODEL | servers).reward.model
+    assert model is not None
+    assert (model.engine, model.addresses) == ("sglang", ["http://a:1"])
+    assert read({"reward_model.rollout.name": "???"}) == read({})
 
 
 def test_a_cut_that_verl_makes_too_is_no_difference():
