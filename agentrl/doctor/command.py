@@ -104,7 +104,7 @@ def check_parts(checks: CheckRunner, config: Result[RunConfig], stack: ExitStack
         "template: sampled tokens are kept",
         lambda: check_sampled_tokens(config.need(), plugins.need(), probed.need()),
     )
-    data = run("data", lambda: check_data(local.need(), setup.need()))
+    data = run("data", lambda: check_data(local.need(), setup.need(), world.need()))
     run("sandbox", lambda: check_sandboxes(config.need(), plugins.need(), data))
     memory = run("memory", lambda: check_memory(after(tokenizer, config.need())))
     policy = run(

@@ -132,14 +132,14 @@ def without_made(config: RunConfig, plugins: Result[Plugins]) -> RunConfig:
     return config.model_copy(update={"prepare": left})
 
 
-def check_data(config: RunConfig, setup: RolloutSetup) -> Checked[RunData]:
+def check_data(config: RunConfig, setup: RolloutSetup, world: World) -> Checked[RunData]:
     """Load every row, and check it against tools, interactions, scorers and budgets.
 
     Raises:
         AgentRLError: for rows that cannot be used, or too few for a batch.
     """
     data = load_run_data(config, setup)
-    make_order(config, data)
+    make_order(config, data, world)
     notes = [*data.notes, *check_rows(DataRecord.of(config, data, setup), config)]
     sets = {"train": data.train, **data.val}
     found = ", ".join(f"{len(rows)} of {name}" for name, rows in sets.items() if rows)

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import logging
 import pickle
 import random
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from agentrl.workers.distributed import World
 from agentrl.workers.rng import capture_random_state, restore_random_state, seed_everything
 
 _KEY = "data.sampler"
+logger = logging.getLogger(__name__)
 
 
 class SampledOrder(DataOrder):
@@ -49,6 +51,7 @@ class SampledOrder(DataOrder):
         self._rows, self._config, self._world = rows, config, world
         self._taken: list[int] = []
         self._sampler = self._build()
+        self._report_unsaved()
 
     def num_batches(self, size: int) -> int:
         """Count the full batches of one epoch, by the sampler's length if it has one."""
@@ -92,8 +95,7 @@ class SampledOrder(DataOrder):
         """Return position, taken rows and the sampler's state."""
         sampler = None
         if self._adapts:
-            own = self._sampler.state_dict() if self._keeps_state else vars(self._sampler)
-            sampler = _pack(own)
+            sampler = _pack(self._own_state())
         return super().state_dict() | {"taken": list(self._taken), "sampler": sampler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,6 +133,22 @@ class SampledOrder(DataOrder):
                 expected = f"an index of the {self.num_rows} rows"
                 raise DataError(f"the sampler gives {index!r}", key=_KEY, expected=expected)
             yield int(index)
+
+    def _own_state(self) -> Mapping[str, Any]:
+        return self._sampler.state_dict() if self._keeps_state else vars(self._sampler)
+
+    def _report_unsaved(self) -> None:
+        """Warn about attributes of a sampler with `update` that a checkpoint cannot have."""
+        if not self._adapts or not self._world.is_main:
+            return
+        own = self._own_state()
+        unsaved = sorted(own.keys() - _pack(own).keys() - {"data_source", "data_config"})
+        if unsaved:
+            logger.warning(
+                "data.sampler: a checkpoint does not have its %s: a resumed run has them "
+                "as the constructor makes them; define state_dict and load_state_dict to save them",
+                ", ".join(unsaved),
+            )
 
     @property
     def _adapts(self) -> bool:

@@ -135,8 +135,8 @@ def test_bundled_managers_take_no_arguments(name: str):
 
 
 def test_an_argument_that_a_manager_does_not_take_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="'faktor'") as caught:
-        score(tmp_path, "mine", faktor=2)
+    with pytest.raises(ConfigError, match="'factors'") as caught:
+        score(tmp_path, "mine", factors=2)
     assert "factor" in str(caught.value.expected)
 
 
