@@ -8,6 +8,7 @@ here, so what was sampled is trained as it was sampled.
 import asyncio
 import copy
 import json
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 from uuid import uuid4
@@ -15,9 +16,10 @@ from uuid import uuid4
 from agentrl.agent_loops.base import AgentLoopBase, ToolListWrap
 from agentrl.agent_loops.output import AgentLoopMetrics, AgentLoopOutput
 from agentrl.compat.agent_loops import FunctionCall, ToolParser, simple_timer
-from agentrl.errors import AgentError, did_you_mean
+from agentrl.errors import AgentError
 from agentrl.interactions import BaseInteraction, initialize_interactions_from_config
 from agentrl.interactions.base import InteractionResult
+from agentrl.interactions.registry import select_interaction
 from agentrl.messages import ToolResponse
 from agentrl.plugins.call import call_method
 from agentrl.tools.signatures import create_arguments
@@ -33,41 +35,28 @@ class AgentState(Enum):
     INTERACTING = "interacting"
 
 
+@dataclass
 class AgentData:
-    """The state of one conversation.
+    """The state of one conversation; the first fields are those of its row."""
 
-    Args:
-        messages: The conversation so far.
-        image_data: Its images.
-        metrics: Seconds by name.
-        request_id: Its id, for the engine and the interaction.
-        tools_kwargs: The row's.
-        interaction: The row's interaction.
-        interaction_kwargs: The row's.
-    """
-
-    def __init__(
-        self,
-        messages: list[dict[str, Any]],
-        image_data: Any,
-        metrics: dict[str, Any],
-        request_id: str,
-        tools_kwargs: dict[str, Any],
-        interaction: BaseInteraction | None = None,
-        interaction_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        self.messages, self.image_data, self.metrics = messages, image_data, metrics
-        self.request_id, self.tools_kwargs = request_id, tools_kwargs
-        self.interaction, self.interaction_kwargs = interaction, interaction_kwargs or {}
-        self.prompt_ids: list[int] = []
-        self.response_ids: list[int] = []
-        self.response_mask: list[int] = []
-        self.response_logprobs: list[float] = []
-        self.turn_scores: list[float] = []
-        self.tool_rewards: list[float] = []
-        self.user_turns = self.assistant_turns = 0
-        self.tool_calls: list[FunctionCall] = []
-        self.extra_fields: dict[str, Any] = {}
+    messages: list[dict[str, Any]]
+    image_data: Any
+    metrics: dict[str, Any]
+    """Seconds by name."""
+    request_id: str
+    tools_kwargs: dict[str, Any]
+    interaction: BaseInteraction | None = None
+    interaction_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    prompt_ids: list[int] = field(default_factory=list[int])
+    response_ids: list[int] = field(default_factory=list[int])
+    response_mask: list[int] = field(default_factory=list[int])
+    response_logprobs: list[float] = field(default_factory=list[float])
+    turn_scores: list[float] = field(default_factory=list[float])
+    tool_rewards: list[float] = field(default_factory=list[float])
+    user_turns: int = 0
+    assistant_turns: int = 0
+    tool_calls: list[FunctionCall] = field(default_factory=list[FunctionCall])
+    extra_fields: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 class ToolAgentLoop(AgentLoopBase):
@@ -81,10 +70,8 @@ class ToolAgentLoop(AgentLoopBase):
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, processor: Any = None, **kwargs: Any) -> None:
         """Read the configuration and load the interactions, once in a process."""
-        rollout, turns = (
-            config.actor_rollout_ref.rollout,
-            config.actor_rollout_ref.rollout.multi_turn,
-        )
+        rollout = config.actor_rollout_ref.rollout
+        turns = rollout.multi_turn
         cls.max_user_turns = turns.max_user_turns
         cls.max_assistant_turns = turns.max_assistant_turns
         cls.max_parallel_calls = turns.max_parallel_calls
@@ -94,13 +81,8 @@ class ToolAgentLoop(AgentLoopBase):
         cls.tool_parser = ToolParser.get_tool_parser(cls.tool_parser_name, tokenizer)
         cls.prompt_length, cls.response_length = rollout.prompt_length, rollout.response_length
         cls.interaction_config_file = turns.interaction_config_path
-        cls.interaction_map = cls._initialize_interactions(cls.interaction_config_file)
-
-    @classmethod
-    def _initialize_interactions(cls, interaction_config_file: Any) -> dict[str, BaseInteraction]:
-        if not interaction_config_file:
-            return {}
-        return initialize_interactions_from_config(interaction_config_file)
+        file = cls.interaction_config_file
+        cls.interaction_map = initialize_interactions_from_config(file) if file else {}
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Call the handler of each state until one returns `TERMINATED`."""
@@ -138,17 +120,10 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _begin(self, row: dict[str, Any]) -> AgentData:
         """Read a row, and start its interaction."""
-        interaction, kwargs = None, dict(row.get("interaction_kwargs") or {})
-        request_id = uuid4().hex
-        if self.interaction_map:
-            name = kwargs.get("name")
-            if name not in self.interaction_map:
-                raise AgentError(
-                    f"the row's interaction_kwargs.name is {name!r}"
-                    + did_you_mean(str(name), self.interaction_map),
-                    expected=f"one of {', '.join(self.interaction_map)}",
-                )
-            interaction = self.interaction_map[name]
+        kwargs, request_id = dict(row.get("interaction_kwargs") or {}), uuid4().hex
+        source = row.get("data_source")
+        interaction = select_interaction(self.interaction_map, kwargs, data_source=source)
+        if interaction is not None:
             await call_method(interaction.start_interaction, request_id, **kwargs)
         return AgentData(
             messages=list(row["raw_prompt"]),
