@@ -29,6 +29,7 @@ from agentrl.config.schema.run import RunConfig
 from agentrl.config.verl.mapping import UNSET, Ignored, KeyMapping, Mapped, Rejected, Unsupported
 from agentrl.config.verl.policy_readers import is_trained
 from agentrl.config.verl.report import DroppedKey, MappedKey, VerlReport, shown
+from agentrl.config.verl.reward_model_readers import reward_model
 from agentrl.config.verl.table import find_key, is_section, single_keys, table
 from agentrl.config.verl.tree import GivenTree, find_other_trainers
 from agentrl.errors import ConfigError
@@ -151,8 +152,8 @@ def _of_unread_section(row: KeyMapping, tree: GivenTree) -> Ignored | None:
     is_of_critic = row.name.startswith("critic.") and row.name != "critic.enable"
     if is_of_critic and not is_trained(tree):
         return Ignored("algorithm.adv_estimator reads no values, so there is no critic")
-    is_of_servers = row.name.startswith(("reward_model.rollout.", "reward_model.data_"))
-    if is_of_servers and not tree.value("reward_model.enable"):
+    is_of_model = row.read.__module__ == reward_model.__module__ and row.read is not reward_model
+    if is_of_model and not tree.value("reward_model.enable"):
         return Ignored("reward_model.enable is false")
     return None
 

@@ -1,7 +1,7 @@
 """Readers of the values of `reward_model`; see `agentrl.config.verl.mapping`.
 
 verl reads these keys only if `reward_model.enable` is true. Then the reward model replaces the
-scorer, in verl and here.
+scorer, in verl and here. If it is false, only `reward_model` itself is called.
 """
 
 from typing import Any
@@ -18,7 +18,6 @@ from agentrl.config.verl.mapping import (
 from agentrl.errors import ConfigError
 
 SECTION = "reward_model"
-_OFF = Ignored("reward_model.enable is false")
 _DYNAMIC = (
     f"{SECTION}.use_dynamic_bsz", "critic.use_dynamic_bsz",
     "actor_rollout_ref.actor.use_dynamic_bsz",
@@ -42,22 +41,18 @@ def reward_model(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     return Mapped(chosen, "as in verl, no scorer counts besides it" if is_alone else "")
 
 
-def of_reward_model(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
-    """Take the value as it is, if there is a reward model; null keeps agentrl's default."""
-    if not _is_enabled(tree):
-        return _OFF
+def of_reward_model(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Take the value as it is; null keeps agentrl's default."""
     return Mapped() if value is None else Mapped({row.ours[0]: value})
 
 
-def speed_of_reward_model(value: Any, tree: Tree, row: KeyMapping) -> Ignored | Unsupported:
+def speed_of_reward_model(value: Any, tree: Tree, row: KeyMapping) -> Unsupported:
     """Report a key that changes only speed and memory; its entry's note says what is done here."""
-    return Unsupported(row.note) if _is_enabled(tree) else _OFF
+    return Unsupported(row.note)
 
 
-def input_tokenizer(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+def input_tokenizer(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Render with the reward model's own template; the policy's tokenizer is not needed for it."""
-    if not _is_enabled(tree):
-        return _OFF
     theirs = (
         "verl gives it the policy's tokens" if value is None
         else "verl renders the whole response as one message of the assistant"
@@ -66,10 +61,8 @@ def input_tokenizer(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored
     return Mapped(note=note)
 
 
-def reward_strategy(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+def reward_strategy(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Accept the strategies of verl's FSDP trainer."""
-    if not _is_enabled(tree):
-        return _OFF
     if value not in (None, "fsdp", "fsdp2"):
         raise ConfigError(
             f"is {value!r}, and FSDP2 alone shards weights here", expected="fsdp or fsdp2"
@@ -77,17 +70,13 @@ def reward_strategy(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored
     return Mapped()
 
 
-def reward_library(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
-    """Import a module at the start, as `plugins` does, if there is a reward model."""
-    if not _is_enabled(tree):
-        return _OFF
+def reward_library(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Import a module at the start, as `plugins` does."""
     return Mapped({row.ours[0]: [value]} if value else {})
 
 
-def reward_type(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+def reward_type(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Accept a model that gives a number; refuse one that writes a verdict."""
-    if not _is_enabled(tree):
-        return _OFF
     if value not in (None, "discriminative"):
         raise ConfigError(
             f"is {value!r}, and {SECTION}.enable reads a model with a head of one label",
@@ -97,10 +86,8 @@ def reward_type(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
     return Mapped()
 
 
-def reward_servers(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+def reward_servers(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Score on servers that run already; agentrl starts none for a reward model."""
-    if not _is_enabled(tree):
-        return _OFF
     if value is None:
         return Mapped()
     if not tree.value("reward.model.addresses"):
@@ -113,10 +100,8 @@ def reward_servers(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
     return Mapped({row.ours[0]: "sglang"}, "the servers at reward.model.addresses score")
 
 
-def reward_processor(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+def reward_processor(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Refuse a function that would rewrite what the reward model reads."""
-    if not _is_enabled(tree):
-        return _OFF
     if value not in (None, {}):
         raise ConfigError(
             f"is {value!r}: the conversation is rendered with the reward model's own template",
@@ -127,8 +112,6 @@ def reward_processor(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignore
 
 def reward_tokens(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
     """Take the tokens of a batch, which verl reads only for dynamic batches."""
-    if not _is_enabled(tree):
-        return _OFF
     if not _is_dynamic(tree):
         return Ignored("use_dynamic_bsz is false")
     return Mapped() if value is None else Mapped({row.ours[0]: value})
@@ -136,8 +119,6 @@ def reward_tokens(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
 
 def reward_rows(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
     """Convert rows of a batch into tokens: as many as that many of the longest rows have."""
-    if not _is_enabled(tree):
-        return _OFF
     if _is_dynamic(tree):
         return Ignored("use_dynamic_bsz is true")
     if value is None:
@@ -147,10 +128,6 @@ def reward_rows(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
         longest = count(tree, "data.max_prompt_length") + count(tree, "data.max_response_length")
     tokens = integer(value) * integer(longest, f"{SECTION}.max_length")
     return Mapped({row.ours[0]: tokens}, f"{value} rows of at most {longest} tokens")
-
-
-def _is_enabled(tree: Tree) -> bool:
-    return bool(tree.value(f"{SECTION}.enable"))
 
 
 def _is_dynamic(tree: Tree) -> bool:
