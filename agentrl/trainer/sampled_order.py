@@ -1,6 +1,7 @@
 """The order of the data by a sampler of the user, with verl's interface (`data.sampler`)."""
 
 import base64
+import copy
 import io
 import logging
 import pickle
@@ -106,11 +107,12 @@ class SampledOrder(DataOrder):
             for epoch in range(self.epoch):
                 self._order_of(epoch)
             return
-        if self._keeps_state:
-            self._sampler.load_state_dict(_unpack(state["sampler"], {}))
+        own = self._own_state()
+        if self._keeps_state:  # its new state may refer to the sampler's own objects
+            own = {name: copy.copy(value) for name, value in own.items()}
+            self._sampler.load_state_dict(_unpack(state["sampler"], own))
         else:
-            own = vars(self._sampler)
-            own.update(_unpack(state["sampler"], own))
+            vars(self._sampler).update(_unpack(state["sampler"], own))
 
     def _draw(self, size: int) -> list[int]:
         """Take up to so many rows that the epoch has not had."""

@@ -1,5 +1,6 @@
 """`data.sampler`: a sampler with verl's interface orders the rows, and a resume is exact."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from agentrl.data.rows import Prompt
 from agentrl.errors import DataError, PluginError
 from agentrl.protocol import DataProto
 from agentrl.trainer.sampled_order import SampledOrder
-from agentrl.workers.distributed import start_world
+from agentrl.workers.distributed import World, start_world
+from tests.fakes.torchrun import ranks_of
 
 SAMPLERS = """
 import random
@@ -85,8 +87,11 @@ class Hardest(Backwards):
 
 class Stateful(Hardest):
     def state_dict(self):
-        return {"scores": dict(self.scores), "torch": self.torch.get_state()}
+        return {"scores": self.scores, "torch": self.torch.get_state(), "weights": self.weights}
     def load_state_dict(self, state):
+        assert isinstance(state["weights"], np.ndarray)
+        self.weights = state["weights"]
+        self.scores.clear()
         self.scores.update(state["scores"])
         self.torch.set_state(state["torch"])
     def __iter__(self):
@@ -119,12 +124,13 @@ ROWS = PromptDataset(
 )
 
 
-def make(tmp_path: Path, name: str) -> SampledOrder:
+def make(tmp_path: Path, name: str, world: World | None = None) -> SampledOrder:
     file = tmp_path / "samplers.py"
-    file.write_text(SAMPLERS)
+    if not file.exists():
+        file.write_text(SAMPLERS)
     sampler: Any = {"path": str(file), "name": name}
     config = DataConfig.model_validate({"train_files": ["a"], "sampler": sampler, "seed": 3})
-    return SampledOrder(ROWS, config, start_world("cpu", timeout_s=60))
+    return SampledOrder(ROWS, config, world or start_world("cpu", timeout_s=60))
 
 
 def step(order: SampledOrder) -> list[int]:
@@ -198,3 +204,13 @@ def test_another_dataset_is_refused(tmp_path: Path):
     state = make(tmp_path, "Hardest").state_dict() | {"fingerprint": "other"}
     with pytest.raises(DataError, match="fingerprint"):
         make(tmp_path, "Hardest").load_state_dict(state)
+
+
+@pytest.mark.slow
+def test_layout_is_invisible_two_ranks_take_the_batches_of_one(tmp_path: Path):
+    alone = make(tmp_path, "Hardest")
+    expected = [[step(alone) for _ in range(6)], alone.epoch, alone.position]
+    with ranks_of("tests.fakes.sampled_ranks", str(tmp_path), "Hardest") as ranks:
+        ended = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in ended] == [0, 0], [rank.err for rank in ended]
+    assert [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)] == [expected] * 2
