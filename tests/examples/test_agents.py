@@ -62,10 +62,11 @@ def blocks(language: str) -> list[str]:
 
 def test_settings_of_the_page_are_valid():
     read = [yaml.safe_load(text)["rollout"]["agent"] for text in blocks("yaml")]
-    function, program, isolated = (AgentConfig.model_validate(keys) for keys in read)
+    function, program, isolated, coding = (AgentConfig.model_validate(keys) for keys in read)
     assert function.python == "my_agent.py:solve"
     assert program.on_failure == "score"
     assert isolated.sandbox.provider == "bubblewrap"
+    assert coding.gateway.untrained_models == ("small",)
 
 
 @pytest.mark.slow

@@ -205,7 +205,7 @@ class Gateway:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Mark the connection as one that has sent headers, and answer unknown routes."""
+        """Mark the connection as one that has sent headers; answer unknown routes; count losses."""
         self._greeted.add(request.protocol)
         try:
             return await handler(request)
@@ -216,6 +216,13 @@ class Gateway:
                 raised = CallError(message, status=error.status, code="unknown_route")
                 return _respond_error(_dialect_of(request), raised)
             raise
+        except (asyncio.CancelledError, ConnectionError) as error:
+            if _has_left(request):
+                with suppress(CallError):
+                    self._find_session(request).counts["lost_clients"] += 1
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return web.Response()  # the server drops it without a traceback
 
     async def _sweep(self, runner: web.AppRunner) -> None:
         """Close connections that do not send their headers in time, and those above the limit."""
@@ -285,9 +292,8 @@ class Gateway:
                 return response
             for event in events:
                 await response.write(event.encode())
-            await response.write_eof()
-            if request.transport is not None and not request.transport.is_closing():
-                pending.confirm()
+            await _send(request, response)
+            pending.confirm()
             return response
         finally:
             waiting.cancel()
@@ -406,13 +412,17 @@ def _respond_error(dialect: Dialect, error: CallError) -> web.Response:
     return web.json_response(dialect.write_error(error), status=error.status, headers=headers)
 
 
-async def _send(request: web.Request, response: web.Response) -> None:
-    """Send a response now, so that a failure to deliver it is known.
+def _has_left(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
+
+
+async def _send(request: web.Request, response: web.StreamResponse) -> None:
+    """Send a response to its end now, so that a failure to deliver it is known.
 
     Raises:
         ConnectionError: If the client has left.
     """
     await response.prepare(request)
     await response.write_eof()
-    if request.transport is None or request.transport.is_closing():
+    if _has_left(request):
         raise ConnectionResetError("the client has left")

@@ -7,7 +7,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from aiohttp import ClientSession, ClientTimeout
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from agentrl.agent_loops.gateway import Gateway, GatewaySettings
 from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
@@ -91,6 +91,56 @@ async def test_a_completion_that_no_client_got_is_kept_and_not_trained() -> None
     assert branch.turns[0].excluded == "not delivered to the agent"
     assert decode(served.request.response_ids) == "Read.<|im_end|>"
     assert sum(served.request.loss_mask) == len("Read.") + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("moment", ["prepare", "write_eof", "waiting"])
+async def test_a_client_that_hangs_up_is_counted_without_a_traceback(
+    moment: str, stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection is closed at each moment of an answer, on the side of the server."""
+
+    def hang_up_at(owner: type[web.StreamResponse], name: str) -> None:
+        original = getattr(owner, name)
+
+        async def hang_up(self: Any, *args: Any) -> Any:
+            assert served.gateway._runner is not None
+            assert served.gateway._runner.server is not None
+            for connection in served.gateway._runner.server.connections:
+                if connection.transport is not None:
+                    connection.transport.abort()
+            return await original(self, *args)
+
+        monkeypatch.setattr(owner, name, hang_up)
+
+    is_asked = asyncio.Event()
+
+    def script(ids: Any, *_: Any) -> ScriptedAnswer:
+        if "2 + 3" not in decode(ids):
+            return ScriptedAnswer("Read.")
+        is_asked.set()
+        return ScriptedAnswer("Never read.", delay_s=600 if moment == "waiting" else 0)
+
+    async with serve(script) as served:
+        if moment == "waiting":
+            waiting = asyncio.create_task(post(served, BODY | {"stream": stream}))
+            await is_asked.wait()
+            waiting.cancel()
+            async with asyncio.timeout(30):
+                while not served.session.counts["lost_clients"]:  # noqa: ASYNC110 - no event tells
+                    await asyncio.sleep(0.01)
+        else:
+            owner = web.StreamResponse if stream or moment == "prepare" else web.Response
+            hang_up_at(owner, "prepare" if moment == "prepare" else "write_eof")
+            with pytest.raises(ClientError):
+                await post(served, BODY | {"stream": stream})
+            monkeypatch.undo()
+        other = {"messages": [{"role": "user", "content": "Hi"}]}
+        assert (await post(served, other))[0] == 200
+    assert served.request.metrics["gateway/lost_clients"] == 1
+    assert [one.getMessage() for one in caplog.records if one.levelname != "DEBUG"] == []
+    left = [part for part in served.request.sequences if "Never" in decode(part.response_ids)]
+    assert [part.turns[0].excluded for part in left] == ["not delivered to the agent"] * len(left)
 
 
 async def test_a_flood_is_refused_and_other_requests_go_on() -> None:
