@@ -328,8 +328,9 @@ def test_a_parser_of_the_users_own_is_registered_once():
 
     register_tool_parser("test_shout")(Shout)
     assert calls(parse("test_shout", "now CALL me")) == [("me", {})]
+    other = type("Other", (Shout,), {})
     with pytest.raises(ConfigError, match="already"):
-        register_tool_parser("hermes")(Shout)
+        register_tool_parser("test_shout")(other)
 
 
 json_values = st.recursive(
