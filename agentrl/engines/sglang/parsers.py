@@ -115,7 +115,8 @@ class SGLangDetector:
         self._name = name
         try:
             detector = self._make([]).detector
-            self.openers, self.pairs = _openers(detector), _pairs(detector)
+            self.openers = _openers(detector)
+            self.pairs: Mapping[str, str] = _pairs(detector)
         except Exception as error:
             raise ConfigError(
                 f"SGLang's parser {name!r} cannot be used on a text alone: {error}",

@@ -170,7 +170,7 @@ class ToolParser(ABC):
         """Return this parser for a template with these opening and closing tags of thoughts."""
         made = copy.copy(self)
         made.thought_tags = tags
-        made.__dict__.pop("_scan", None)
+        vars(made).pop("_scan", None)
         return made
 
     def parse(self, text: str, *, starts_in_thought: bool = False, tools: Tools = ()) -> ParsedTurn:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import cast
+from typing import Any, cast
 
 from agentrl.engines.sglang.parsers import (
     DetectedCall,
@@ -13,6 +13,8 @@ from agentrl.engines.sglang.parsers import (
     SGLangDetector,
     texts_in,
 )
+from agentrl.messages import OpenAIFunctionToolSchema
+from agentrl.rollout.argument_schemas import property_types
 from agentrl.rollout.tool_parsers.accounting import find_unread
 from agentrl.rollout.tool_parsers.base import Call, Piece, Problem, ToolParser, Tools
 from agentrl.rollout.tool_parsers.json_calls import read_arguments
@@ -101,7 +103,7 @@ class DetectorParser(ToolParser):
         )
 
     def _read_region(self, text: str, tools: Tools) -> _Region:
-        detection = self._detector.detect(text.lstrip(), tools)
+        detection = self._detector.detect(text.lstrip(), [_with_types(tool) for tool in tools])
         return _Region(text, detection, self._detector.openers, self._detector.pairs)
 
     def _read_one_by_one(self, region: _Region, tools: Tools) -> tuple[Call | Problem, ...]:
@@ -130,6 +132,28 @@ def sglang_parser(name: str) -> DetectorParser:
         ConfigError: for a parser that the installed SGLang does not have.
     """
     return DetectorParser(SGLangDetector(name))
+
+
+def _with_types(tool: OpenAIFunctionToolSchema) -> OpenAIFunctionToolSchema:
+    """Return a schema in which each property has its `type`: SGLang reads nothing else."""
+    parameters = tool.function.parameters
+    found = {
+        name: sorted(types - {"integer"} if "number" in types else types)
+        for name, types in property_types(parameters).items()
+        if types
+    }
+    known = cast("dict[str, Any]", parameters.get("properties", {}))
+    typed = {
+        name: {**known[name], "type": types[0] if len(types) == 1 else types}
+        for name, types in found.items()
+        if isinstance(known[name], dict) and "type" not in known[name]
+    }
+    if not typed:
+        return tool
+    function = tool.function.model_copy(
+        update={"parameters": {**parameters, "properties": {**known, **typed}}}
+    )
+    return tool.model_copy(update={"function": function})
 
 
 def _ends(text: str, start: int, tags: Iterable[str]) -> list[int]:
