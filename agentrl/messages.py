@@ -30,7 +30,6 @@ THOUGHTS = USUAL_THOUGHTS | {
     "<mm:think>": "</mm:think>",
     "<longcat_think>": "</longcat_think>",
     "<|channel>thought": "<channel|>",
-    "<|channel|>analysis<|message|>": "<|end|>",
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|begin_of_thought|>": "<|end_of_thought|>",
     "<|inner_prefix|>": "<|inner_suffix|>",

@@ -333,6 +333,7 @@ class _Run:
             # Earlier calls only: the new turn has no records yet.
             num_calls_before=request.num_tool_calls,
             prompt_end=request.tokens_before(turn),
+            history=request.messages,
         )
         self.texts.append(lambda: read.text)
         self.last_ids = completion.token_ids

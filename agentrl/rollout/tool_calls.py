@@ -72,6 +72,7 @@ def read_turn(
     check_arguments: bool = True,
     num_calls_before: int = 0,
     prompt_end: Sequence[int] | None = None,
+    history: Sequence[Message] = (),
 ) -> CompletedTurn:
     """Read a completion. The ledger keeps its tokens unchanged (train what was sampled).
 
@@ -84,6 +85,7 @@ def read_turn(
         num_calls_before: Number of earlier calls in the conversation; numbering continues from it.
         prompt_end: The last tokens before the completion, which may open a thought; None: those of
             the template's generation prompt.
+        history: The messages before the turn. Ids of new calls differ from theirs.
     """
     stop = template.stop_texts.get(ids[-1], "") if ids else ""
     content_ids = ids[:-1] if stop else ids
@@ -93,8 +95,9 @@ def read_turn(
     is_thinking = template.is_in_thought(prompt_end, frames.thoughts)
     parsed = ParsedTurn(text)
     if tools:
-        parsed = reader.parse(text, starts_in_thought=is_thinking, tools=tools)
-        parsed = parsed.numbered(num_calls_before)
+        whole = text + stop if stop in reader.closers else text
+        parsed = reader.parse(whole, starts_in_thought=is_thinking, tools=tools)
+        parsed = parsed.numbered(num_calls_before, call_ids(history))
     checked = check_calls(parsed, tools, check_arguments=check_arguments)
     calls = [call.tool_call for call in parsed.calls]
     framed = frames.read(parsed.content, num_calls=len(calls), starts_in_thought=is_thinking)
@@ -108,6 +111,11 @@ def read_turn(
         calls=checked,
         call_spans=template.token_spans.locate(content_ids, text, text_spans),
     )
+
+
+def call_ids(messages: Iterable[Message]) -> set[str]:
+    """Return the ids of the calls in messages."""
+    return {call.id for message in messages for call in message.tool_calls or () if call.id}
 
 
 def check_calls(

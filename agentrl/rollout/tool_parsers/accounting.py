@@ -34,18 +34,18 @@ def find_unread(text: str, calls: Sequence[Call]) -> str:
     leaves = [leaf for call in calls for leaf in _leaves(call.arguments)]
     names = {call.name for call in calls}
     texts = sorted((leaf for leaf in leaves if isinstance(leaf, str)), key=len, reverse=True)
-    left = _without_json_texts(text, {*names, *texts}, [call.arguments for call in calls])
-    for value in texts:
+    left, found_texts = _without_json_texts(text, {*names, *texts}, [c.arguments for c in calls])
+    for value in filter(str.strip, texts):
         if (found := _written(value, left)) is not None:
             left = _without_word(left, found)
-        elif _written(value, text) is None:
+        elif value not in found_texts and _written(value, text) is None:
             return f"its argument {value[:40]!r} is not in its text"
     left = _TAG.sub(" ", left)
     for name in names:
+        left = re.sub(rf"{re.escape(name)}:\d+\b", " ", left)  # an id with the index of the call
         left = _without_word(left, name)
     numbers = {float(leaf) for leaf in leaves if isinstance(leaf, int | float)}
     left = _NUMBER.sub(lambda match: " " if _is_read(match, numbers) else match[0], left)
-    left = re.sub(r":\s*\d+\b", " ", left)  # the index of a call in its id
     left = _SIGNS.sub(" ", _FORMAT_WORD.sub(" ", left)).strip()
     return f"a part of its text was not read: {left[:40]!r}" if left else ""
 
@@ -63,8 +63,11 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _without_json_texts(text: str, known: set[str], arguments: Sequence[Any]) -> str:
-    """Remove the JSON strings of which the value was read."""
+def _without_json_texts(
+    text: str, known: set[str], arguments: Sequence[Any]
+) -> tuple[str, set[str]]:
+    """Remove the JSON strings of which the value was read; also return these values."""
+    found: set[str] = set()
 
     def is_read(match: re.Match[str]) -> bool:
         try:
@@ -72,13 +75,16 @@ def _without_json_texts(text: str, known: set[str], arguments: Sequence[Any]) ->
         except ValueError:
             return False
         if value in known:
+            found.add(value)
             return True
         try:
-            return json.loads(value) in arguments  # arguments as the text of an object
+            is_object = json.loads(value) in arguments  # arguments as the text of an object
         except ValueError:
             return False
+        found.update(known if is_object else ())
+        return is_object
 
-    return _JSON_TEXT.sub(lambda match: " " if is_read(match) else match[0], text)
+    return _JSON_TEXT.sub(lambda match: " " if is_read(match) else match[0], text), found
 
 
 def _written(value: str, text: str) -> str | None:

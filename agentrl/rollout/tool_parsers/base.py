@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple, Self, cast
 
 from agentrl.messages import (
@@ -96,13 +97,21 @@ class ParsedTurn:
         """Number of calls of the turn, malformed ones included."""
         return len(self.calls) + len(self.malformed)
 
-    def numbered(self, first: int) -> "ParsedTurn":
-        """Give ids to calls without one. `first` calls precede them in the conversation."""
+    def numbered(self, first: int, taken: Collection[str] = ()) -> "ParsedTurn":
+        """Give ids to calls without one. `first` calls precede them in the conversation.
+
+        Args:
+            first: Number of the first call.
+            taken: Ids that the conversation has. No new id repeats one.
+        """
+        given = {*taken, *(call.given_id for call in self.calls)}
+        free = (id for id in map(call_id, count(first)) if id not in given)
+        ids = list(islice(free, self.num_calls))
         calls = [
-            ParsedCall(c.name, c.arguments, c.index, c.span, c.given_id or call_id(first + c.index))
+            ParsedCall(c.name, c.arguments, c.index, c.span, c.given_id or ids[c.index])
             for c in self.calls
         ]
-        malformed = [replace(c, given_id=call_id(first + c.index)) for c in self.malformed]
+        malformed = [replace(c, given_id=ids[c.index]) for c in self.malformed]
         return ParsedTurn(self.content, calls, malformed)
 
 
@@ -161,6 +170,11 @@ class ToolParser(ABC):
         Raises:
             ConfigError: if the format calls a tool or a parameter that the run does not have.
         """
+
+    @property
+    def closers(self) -> Collection[str]:
+        """Texts that end a call. A stop token among them is a part of the text that is read."""
+        return ()
 
     def render_result(self, text: str) -> str:
         """Return a result in the form that the policy expects."""

@@ -1,7 +1,7 @@
 """The formats `sglang:NAME`: any parser of the installed SGLang, with agentrl's rules."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, cast
@@ -85,6 +85,11 @@ class DetectorParser(ToolParser):
 
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
+
+    @property
+    def closers(self) -> Collection[str]:
+        """See `ToolParser.closers`."""
+        return self._detector.pairs.values()
 
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
         """Read up to the next thought that is not text in a call's arguments."""
