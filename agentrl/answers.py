@@ -19,6 +19,7 @@ from numbers import Number
 from typing import Any, Literal
 
 from agentrl.errors import MissingExtraError, RewardError
+from agentrl.messages import THOUGHTS
 from agentrl.plugins.environment import install_command
 
 Method = Literal["strict", "flexible"]
@@ -28,7 +29,6 @@ TIMEOUT_S = 3
 LONGEST_ANSWER = 1000
 """Characters of an answer; a longer one is wrong."""
 
-_BEGIN_OF_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 
 # Numbers. A sign, currency and marks of emphasis may be in front; `[^\S\n]` is a space of one line.
 _MINUS = r"\-\u2212\u2013\ufe63"
@@ -97,7 +97,11 @@ def without_thought(text: str) -> str:
         >>> without_thought("<think>hm</think> Left.")
         'Left.'
     """
-    return text.rpartition(_END_OF_THOUGHT)[2].partition(_BEGIN_OF_THOUGHT)[0].strip()
+    for opening, closing in THOUGHTS.items():
+        # The prompt may have the opening tag. A closing token without a slash ends other texts too.
+        if "/" in closing or opening in text:
+            text = text.rpartition(closing)[2].partition(opening)[0]
+    return text.strip()
 
 
 def extract_gsm8k_answer(text: str, method: Method = "strict") -> str | None:

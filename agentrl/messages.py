@@ -23,6 +23,25 @@ _QUOTED = {
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
+USUAL_THOUGHTS = {"<think>": "</think>", "<thinking>": "</thinking>", "[THINK]": "[/THINK]"}
+"""Opening and closing tags of thoughts, for a template that has none of its own."""
+THOUGHTS = USUAL_THOUGHTS | {
+    "<seed:think>": "</seed:think>",
+    "<mm:think>": "</mm:think>",
+    "<longcat_think>": "</longcat_think>",
+    "<|channel>thought": "<channel|>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "\u25c1think\u25b7": "\u25c1/think\u25b7",
+}
+"""All known tags of thoughts. Others are learned from the template."""
+
+
+def opens_thought(text: str, tags: Mapping[str, str]) -> bool:
+    """Whether a text ends inside a thought."""
+    return any(text.rfind(start) > text.rfind(end) for start, end in tags.items())
+
 
 class ContentPart(BaseModel):
     """One part of a content with several parts."""

@@ -46,6 +46,76 @@ def find_argument_error(arguments: Mapping[str, Any], schema: dict[str, Any]) ->
     return f"arguments{keys}: {error.message[:_MAX_REASON_CHARS]}"
 
 
+_ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
+_MAX_REFERENCES = 32
+
+
+def property_types(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    """Return the JSON types that each property of a tool's schema allows; empty: any.
+
+    Types are read from `type`, `const`, `enum`, `anyOf`, `oneOf`, `allOf` and local `$ref`.
+
+    Example:
+        >>> defs = {"Year": {"enum": ["2024", "2025"]}}
+        >>> schema = {"$defs": defs, "properties": {"y": {"$ref": "#/$defs/Year"}, "z": {}}}
+        >>> property_types(schema)
+        {'y': frozenset({'string'}), 'z': frozenset()}
+    """
+    properties = cast("Mapping[str, Any]", schema.get("properties", {}))
+    types = {name: _types_of(inner, schema, _MAX_REFERENCES) for name, inner in properties.items()}
+    return {name: frozenset() if found == _ALL_TYPES else found for name, found in types.items()}
+
+
+def _types_of(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or depth == 0:
+        return _ALL_TYPES
+    fields = cast("Mapping[str, Any]", schema)
+    found = _ALL_TYPES
+    if isinstance(named := fields.get("type"), str | list):
+        allowed = frozenset([named] if isinstance(named, str) else cast("list[str]", named))
+        found &= allowed | ({"integer"} if "number" in allowed else set[str]())
+    if "const" in fields:
+        found &= {_type_of(fields["const"])}
+    if isinstance(values := fields.get("enum"), list):
+        found &= frozenset(map(_type_of, cast("list[Any]", values)))
+    for key in ("anyOf", "oneOf"):
+        if isinstance(options := fields.get(key), list):
+            of_options = (_types_of(option, root, depth - 1) for option in cast("Any", options))
+            found &= frozenset[str]().union(*of_options)
+    for part in cast("list[Any]", fields.get("allOf", [])):
+        found &= _types_of(part, root, depth - 1)
+    if isinstance(reference := fields.get("$ref"), str):
+        found &= _types_of(_resolve(reference, root), root, depth - 1)
+    return found or _ALL_TYPES
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
+
+
+def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the part of a schema that a local reference names; None for others."""
+    found: Any = root
+    for part in reference.removeprefix("#").split("/")[1:] if reference[:1] == "#" else ["", ""]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        found = cast("Any", found).get(key) if isinstance(found, Mapping) else None
+    return found
+
+
 class _Clock:
     """The deadline of the current check. Checks do not run concurrently."""
 

@@ -55,7 +55,19 @@ def choose_parser(name: str | None, report: TemplateReport) -> ToolParser:
         ConfigError: If the name is unknown, or no known format reads the calls of the template.
     """
     if name is not None:
-        return get_tool_parser(name)
+        parser = get_tool_parser(name)
+        if (
+            parser.closers
+            and report.call_example
+            and not reads_example(parser, report.call_example)
+        ):
+            raise ConfigError(
+                f"the format {name} does not read the tool calls of the chat template "
+                f"{report.template!r}: {report.call_example!r}",
+                key="rollout.multi_turn.format",
+                expected="a format that reads them, or null: the first one that does",
+            )
+        return parser
     for candidate in _FORMATS:
         parser = get_tool_parser(candidate)
         if reads_example(parser, report.call_example):

@@ -212,6 +212,12 @@ class AsyncRolloutRequest(RequestFields):
         ledger = self._ledger
         return ledger.prompt_ids + ledger.response_ids
 
+    def tokens_before(self, turn: Turn, num: int = 64) -> list[int]:
+        """Return up to so many tokens before a turn."""
+        ledger, start = self._ledger, turn.start
+        prompt = ledger.prompt_ids[-num:] if start < num else []
+        return [*prompt, *ledger.response_ids[max(0, start - num) : start]][-num:]
+
     @property
     def attention_mask(self) -> list[int]:
         """1 for each of `input_ids`: a request has no padding."""

@@ -332,6 +332,8 @@ class _Run:
             check_arguments=context.settings.check_tool_arguments,
             # Earlier calls only: the new turn has no records yet.
             num_calls_before=request.num_tool_calls,
+            prompt_end=request.tokens_before(turn),
+            history=request.messages,
         )
         self.texts.append(lambda: read.text)
         self.last_ids = completion.token_ids

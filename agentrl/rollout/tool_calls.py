@@ -71,6 +71,8 @@ def read_turn(
     tools: Sequence[OpenAIFunctionToolSchema],
     check_arguments: bool = True,
     num_calls_before: int = 0,
+    prompt_end: Sequence[int] | None = None,
+    history: Sequence[Message] = (),
 ) -> CompletedTurn:
     """Read a completion. The ledger keeps its tokens unchanged (train what was sampled).
 
@@ -81,18 +83,24 @@ def read_turn(
         tools: Tools of the request; without tools, nothing is parsed as a call.
         check_arguments: See `check_calls`.
         num_calls_before: Number of earlier calls in the conversation; numbering continues from it.
+        prompt_end: The last tokens before the completion, which may open a thought; None: those of
+            the template's generation prompt.
+        history: The messages before the turn. Ids of new calls differ from theirs.
     """
     stop = template.stop_texts.get(ids[-1], "") if ids else ""
     content_ids = ids[:-1] if stop else ids
     text = template.decode(content_ids)
+    frames = template.learn_once("frames", parser, lambda: find_frames(template, parser))
+    reader = template.learn_once("reader", parser, lambda: parser.with_thoughts(frames.thoughts))
+    is_thinking = template.is_in_thought(prompt_end, frames.thoughts)
     parsed = ParsedTurn(text)
     if tools:
-        parsed = parser.parse(text, starts_in_thought=template.starts_in_thought, tools=tools)
-        parsed = parsed.numbered(num_calls_before)
+        whole = text + stop if stop in reader.closers else text
+        parsed = reader.parse(whole, starts_in_thought=is_thinking, tools=tools)
+        parsed = parsed.numbered(num_calls_before, call_ids(history))
     checked = check_calls(parsed, tools, check_arguments=check_arguments)
     calls = [call.tool_call for call in parsed.calls]
-    frames = template.learn_once("frames", parser, lambda: find_frames(template, parser))
-    framed = frames.read(parsed.content, num_calls=len(calls))
+    framed = frames.read(parsed.content, num_calls=len(calls), starts_in_thought=is_thinking)
     message = Message(role="assistant", content=framed.content, tool_calls=calls or None)
     if framed.fields:
         message = message.model_copy(update=framed.fields)
@@ -103,6 +111,11 @@ def read_turn(
         calls=checked,
         call_spans=template.token_spans.locate(content_ids, text, text_spans),
     )
+
+
+def call_ids(messages: Iterable[Message]) -> set[str]:
+    """Return the ids of the calls in messages."""
+    return {call.id for message in messages for call in message.tool_calls or () if call.id}
 
 
 def check_calls(

@@ -14,14 +14,11 @@ from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from agentrl.agent_loops.gateway.calls import SentCall, SentMessage, write_json
-from agentrl.messages import OpenAIFunctionToolSchema
+from agentrl.messages import THOUGHTS, OpenAIFunctionToolSchema
 
 S = TypeVar("S")
 """What is stored with a completion."""
 Tools = Sequence[OpenAIFunctionToolSchema]
-THOUGHTS = {"<think>": "</think>", "<thinking>": "</thinking>"}
-"""Tags between which clients put a thought into a text."""
-
 
 LEFT_OUT_LINES = (
     r"x-[a-z0-9-]+-header: .*",  # Claude Code's `x-anthropic-billing-header`

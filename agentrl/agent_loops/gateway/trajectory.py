@@ -489,6 +489,8 @@ class Trajectory:
             tools=[] if call.tool_choice == "none" else record.tool_schemas,
             check_arguments=context.settings.check_tool_arguments,
             num_calls_before=self._num_tool_calls,
+            prompt_end=record.tokens_before(turn),
+            history=record.messages,
         )
         turn.calls = skip_calls(read.calls)
         for made, span in zip(turn.calls, read.call_spans, strict=True):

@@ -14,7 +14,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -45,6 +45,15 @@ _OPENING_FIELDS = (
 """Attributes of detectors with the text that begins a call, or a list of calls."""
 _OPENING_PATTERNS = ("func_call_regex", "invoke_regex")
 """Attributes of detectors with the pattern of a call; its literal start begins a call."""
+_CLOSING_FIELDS = {
+    "tool_call_prefix": ("tool_call_function_end_token", "function_end_token"),
+    "parameter_prefix": ("parameter_end_token",),
+    "bot": ("suffix",),
+}
+"""Attributes with the text that ends what an attribute begins, if the names do not show it."""
+_END_WORDS = {"bot": "eot", "start": "end", "begin": "end", "START": "END", "PREFIX": "SUFFIX"}
+_TAG_LIKE = re.compile(r"\W.*\w|\w.*\W")
+_PAIR_PATTERN = re.compile(r"([^\\.^$*+?{}\[\]()]+)\(?\.\*\?\)?([^\\.^$*+?{}\[\]()]+)")
 _LITERAL = re.compile(r"[^\\.^$*+?{}\[\]()]+")
 
 
@@ -75,6 +84,8 @@ class Detector(Protocol):
 
     openers: tuple[str, ...]
     """The texts that begin a call or a list of calls; empty if no fixed text does."""
+    pairs: Mapping[str, str]
+    """The texts that begin a part of a call, and those that end it."""
 
     def detect(self, text: str, tools: Tools) -> Detection:
         """Read a text without thoughts.
@@ -103,7 +114,9 @@ class SGLangDetector:
             raise _unknown(name)
         self._name = name
         try:
-            self.openers = _openers(self._make([]).detector)
+            detector = self._make([]).detector
+            self.openers = _openers(detector)
+            self.pairs: Mapping[str, str] = _pairs(detector)
         except Exception as error:
             raise ConfigError(
                 f"SGLang's parser {name!r} cannot be used on a text alone: {error}",
@@ -178,6 +191,25 @@ def _openers(detector: Any) -> tuple[str, ...]:
     found = [field.strip() for field in fields if isinstance(field, str)]
     found += [head[0].strip() for head in heads if head]
     return tuple(dict.fromkeys(opener for opener in found if opener))
+
+
+def _pairs(detector: Any) -> dict[str, str]:
+    """Return the texts that begin and end parts of a call, from the detector's attributes."""
+    found: dict[str, str] = {}
+    texts = {
+        name: value.strip()
+        for name in dir(detector)
+        if isinstance(value := getattr(detector, name, None), str) and not name.startswith("__")
+    }
+    for name, text in texts.items():
+        if match := _PAIR_PATTERN.fullmatch(text):
+            found[match[1]] = match[2]
+        names = [name.replace(word, end) for word, end in _END_WORDS.items() if word in name]
+        closings = (texts.get(end) for end in (*names, *_CLOSING_FIELDS.get(name, ())))
+        closing = next((text for text in closings if text and _TAG_LIKE.search(text)), None)
+        if text and closing and closing != text:
+            found[text] = closing
+    return found
 
 
 @contextmanager

@@ -11,13 +11,13 @@ message is rendered. Frames are found by rendering; nothing here knows a model's
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from agentrl.errors import TemplateError
 from agentrl.media.positions import place_runs
 from agentrl.media.records import MediaSpan
-from agentrl.messages import Message
+from agentrl.messages import THOUGHTS, USUAL_THOUGHTS, Message, opens_thought
 from agentrl.rollout.templates.compiled import CompiledTemplate
 from agentrl.rollout.templates.cutting import (
     Piece,
@@ -35,7 +35,7 @@ from agentrl.rollout.templates.slots import (
     TextOrigin,
     context_slot,
 )
-from agentrl.rollout.templates.structure import REASONING_FIELDS, THOUGHTS, TemplateStructure
+from agentrl.rollout.templates.structure import REASONING_FIELDS, TemplateStructure
 from agentrl.rollout.templates.template import ChatTemplate, Tools
 from agentrl.rollout.tool_parsers import ToolParser
 
@@ -181,7 +181,7 @@ def follow_prompt(structure: TemplateStructure, text: str) -> str:
     """Return what a policy writes after a generation prompt that may open a thought."""
     prompt = structure.generation_prompt
     for opening, closing in THOUGHTS.items():
-        if prompt.rfind(opening) > prompt.rfind(closing):
+        if opens_thought(prompt, {opening: closing}):
             text = re.sub(rf"\A\s*{re.escape(opening)}\n?", "", text)
             text = text if closing in text else f"\n{closing}\n\n{text}"
     return text
@@ -212,36 +212,39 @@ class TurnFrames:
     """Before an answer."""
     after: str = ""
     """After an answer, or after a thought and an answer, without the turn's end."""
-    field: str = ""
+    thought_field: str = ""
     """Name of the field of a thought; empty: thoughts stay in the content."""
     thought: str = ""
     """Before a thought."""
     between: str = ""
     """Between a thought and its answer."""
+    thoughts: Mapping[str, str] = field(default_factory=lambda: USUAL_THOUGHTS)
+    """Opening and closing tags of thoughts in the template."""
     calls: re.Pattern[str] | None = None
     """Matches the rest of the wrapper of calls after the calls were removed."""
 
-    def read(self, text: str, *, num_calls: int) -> Framed:
+    def read(self, text: str, *, num_calls: int, starts_in_thought: bool) -> Framed:
         """Return what a turn says.
 
         Args:
             text: The turn without its calls and its stop token.
             num_calls: Number of calls that were removed.
+            starts_in_thought: Whether the prompt of the turn left a thought open.
         """
         if num_calls and self.calls:
             text = self.calls.sub("", text).strip()
         text = text.removesuffix(self.after)
         # A parser strips what is left after it removed the calls.
         between = self.between.strip() if num_calls else self.between
-        if self.field and text.startswith(self.thought) and between in text:
+        if self.thought_field and text.startswith(self.thought) and between in text:
             thought, _, answer = text.removeprefix(self.thought).partition(between)
             if num_calls:
                 head, tail = self.between.split(between, 1)
                 thought, answer = thought.removesuffix(head), answer.removeprefix(tail)
-            return Framed(answer, {self.field: thought})
+            return Framed(answer, {self.thought_field: thought})
         if self.before:
             text = text.removeprefix(self.before)
-        return Framed(self.opening + text if text else "", {})
+        return Framed(self.opening + text if text and starts_in_thought else text, {})
 
 
 def find_frames(template: ChatTemplate, parser: ToolParser) -> TurnFrames:
@@ -258,8 +261,10 @@ def find_frames(template: ChatTemplate, parser: ToolParser) -> TurnFrames:
         before, after = _find_answer(template)
     except TemplateError:
         before = after = ""  # the template opens an older answer without a thought differently
-    field, thought, between = _find_thought(template, opening, after)
-    return TurnFrames(opening, before, after, field, thought, between, calls)
+    found = _find_thought(template)
+    tags = dict(structure.thought_tags) | _tags_of(structure, opening, found)
+    name, thought, between = found if _needs_field(template, opening, after, found) else ("",) * 3
+    return TurnFrames(opening, before, after, name, thought, between, tags, calls)
 
 
 def _find_opening(structure: TemplateStructure) -> str:
@@ -280,26 +285,50 @@ def _find_answer(template: ChatTemplate) -> tuple[str, str]:
     return ("", "") if is_read else (before, after)
 
 
-def _find_thought(template: ChatTemplate, opening: str, after: str) -> tuple[str, str, str]:
-    """Return the field of a thought and its frame, if the template needs the field."""
-    for field in THOUGHT_FIELDS:
+class _ThoughtFrame(NamedTuple):
+    """The field of a thought, and what the template writes before and after it."""
+
+    field: str = ""
+    before: str = ""
+    after: str = ""
+
+
+def _tags_of(structure: TemplateStructure, opening: str, found: _ThoughtFrame) -> dict[str, str]:
+    """Return the tags of a thought in its own field, if they look like tags."""
+    control, tag = structure.encoder.control_pattern, re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+    start, end = (opening or found.before).strip(), found.after.strip()
+    closing = control.search(end) or tag.search(end)
+    if not closing or not (control.search(start) or tag.search(start)):
+        return {}
+    return {start: closing[0]}
+
+
+def _needs_field(template: ChatTemplate, opening: str, after: str, found: _ThoughtFrame) -> bool:
+    """Whether the template writes a thought in a content differently from one in its field."""
+    if not found.field:
+        return False
+    content = f"{opening}{found.before}Hm.{found.after}Yes.{after}"
+    inside = _render(template.structure, content=content)
+    return inside != _render(template.structure, content="Yes.", **{found.field: "Hm."})
+
+
+def _find_thought(template: ChatTemplate) -> _ThoughtFrame:
+    """Return the field of a thought and its frame; all empty if there is none."""
+    for name in THOUGHT_FIELDS:
         try:
             found = _literals(
                 template,
                 {
                     "content": context_slot(1, TextOrigin.POLICY),
-                    field: context_slot(2, TextOrigin.POLICY),
+                    name: context_slot(2, TextOrigin.POLICY),
                 },
                 [2, 1],
             )
-            rendered = _render(template.structure, content="Yes.", **{field: "Hm."})
         except TemplateError:
             continue
         if len(found) == 3 and found[1].strip():
-            content = f"{opening}{found[0]}Hm.{found[1]}Yes.{after}"
-            inside = _render(template.structure, content=content)
-            return ("", "", "") if inside == rendered else (field, found[0], found[1])
-    return "", "", ""
+            return _ThoughtFrame(name, found[0], found[1])
+    return _ThoughtFrame()
 
 
 def _literals(template: ChatTemplate, message: dict[str, Slot], order: list[int]) -> list[str]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import product
 
 from agentrl.errors import TemplateError
-from agentrl.messages import Message
+from agentrl.messages import THOUGHTS, USUAL_THOUGHTS, Message, opens_thought
 from agentrl.rollout.templates.cutting import Piece, Render, common_length, cut, slots_in_order
 from agentrl.rollout.templates.delta import DeltaFinder, EndOfTurn, opening_of
 from agentrl.rollout.templates.probe_conversations import tool_schema
@@ -26,8 +26,6 @@ from agentrl.rollout.templates.slots import (
 )
 from agentrl.rollout.templates.text import TextEncoder, any_of
 
-THOUGHTS = {"<think>": "</think>", "<thinking>": "</thinking>", "[THINK]": "[/THINK]"}
-"""Tags that open and close a thought."""
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 """Fields of an assistant message that hold a thought separate from its text."""
 
@@ -155,8 +153,7 @@ class TemplateStructure:
     @cached_property
     def starts_in_thought(self) -> bool:
         """Whether the generation prompt leaves a thought open."""
-        prompt = self.generation_prompt
-        return any(prompt.rfind(start) > prompt.rfind(end) for start, end in THOUGHTS.items())
+        return opens_thought(self.generation_prompt, THOUGHTS)
 
     @cached_property
     def closes_thought(self) -> bool:
@@ -168,7 +165,7 @@ class TemplateStructure:
     def thought_tags(self) -> dict[str, str]:
         """The tags of thoughts in the template; the usual ones if it has none."""
         known = {a: b for a, b in THOUGHTS.items() if a in self.renderer.source}
-        return known or THOUGHTS
+        return known or USUAL_THOUGHTS
 
     @property
     def thinks(self) -> bool:

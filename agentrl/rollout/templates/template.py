@@ -15,7 +15,7 @@ from cachetools import LRUCache
 
 from agentrl.errors import TemplateError
 from agentrl.media.processor import MediaProcessor
-from agentrl.messages import Message, OpenAIFunctionToolSchema
+from agentrl.messages import Message, OpenAIFunctionToolSchema, opens_thought
 from agentrl.rollout.templates.compiled import (
     CompiledTemplate,
     EncodedMedia,
@@ -149,6 +149,23 @@ class ChatTemplate:
     def starts_in_thought(self) -> bool:
         """Whether the generation prompt leaves a thought open, so that a turn starts inside it."""
         return self.structure.starts_in_thought
+
+    def is_in_thought(self, prompt_end: Sequence[int] | None, tags: Mapping[str, str]) -> bool:
+        """Whether a turn starts inside a thought.
+
+        Only the template's own text counts: what follows the last control token that is not a part
+        of a tag.
+
+        Args:
+            prompt_end: The last tokens before the turn; None: those of the generation prompt.
+            tags: Opening and closing tags of thoughts.
+        """
+        parts = "".join([*tags, *tags.values()])
+        others = {id for text, id in self.structure.encoder.control.items() if text not in parts}
+        ends = [index for index, id in enumerate(prompt_end or ()) if id in others]
+        if prompt_end is None or not ends:
+            return self.structure.starts_in_thought
+        return opens_thought(self.decode(prompt_end[ends[-1] + 1 :]), tags)
 
     def encode_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Encode a whole conversation and the generation prompt after it.

@@ -1,22 +1,31 @@
 """The base class of tool parsers, which find the calls in the text of one turn and never raise.
 
 A parser reads only text that was decoded from sampled tokens. It scans from left to right. Text
-inside a thought is not a call, and there is no call after a thought that is never closed. A thought
-is `<think>` to `</think>`, unless the format has other tags.
+inside a thought is not a call, and there is no call after a thought that is never closed. The tags
+of a thought are the template's own (`ToolParser.with_thoughts`).
 """
 
+import copy
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, cast
+from itertools import count, islice
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
-from agentrl.messages import FunctionCall, OpenAIFunctionToolSchema, Role, ToolCall
+from agentrl.messages import (
+    USUAL_THOUGHTS,
+    FunctionCall,
+    OpenAIFunctionToolSchema,
+    Role,
+    ToolCall,
+)
 
 Tools = Sequence[OpenAIFunctionToolSchema]
 
-THOUGHT, THOUGHT_END = "<think>", "</think>"
+AFTER_THOUGHT = "(?<=AFTER_THOUGHT)"
+"""In an opener: after the end of a thought."""
 Span = tuple[int, int]
 """The characters of a call in its turn, as (start, end) with `end` excluded. Calls of one list
 share that of the list. None: unknown."""
@@ -88,13 +97,21 @@ class ParsedTurn:
         """Number of calls of the turn, malformed ones included."""
         return len(self.calls) + len(self.malformed)
 
-    def numbered(self, first: int) -> "ParsedTurn":
-        """Give ids to calls without one. `first` calls precede them in the conversation."""
+    def numbered(self, first: int, taken: Collection[str] = ()) -> "ParsedTurn":
+        """Give ids to calls without one. `first` calls precede them in the conversation.
+
+        Args:
+            first: Number of the first call.
+            taken: Ids that the conversation has. No new id repeats one.
+        """
+        given = {*taken, *(call.given_id for call in self.calls)}
+        free = (id for id in map(call_id, count(first)) if id not in given)
+        ids = list(islice(free, self.num_calls))
         calls = [
-            ParsedCall(c.name, c.arguments, c.index, c.span, c.given_id or call_id(first + c.index))
+            ParsedCall(c.name, c.arguments, c.index, c.span, c.given_id or ids[c.index])
             for c in self.calls
         ]
-        malformed = [replace(c, given_id=call_id(first + c.index)) for c in self.malformed]
+        malformed = [replace(c, given_id=ids[c.index]) for c in self.malformed]
         return ParsedTurn(self.content, calls, malformed)
 
 
@@ -131,7 +148,7 @@ class ToolParser(ABC):
 
     opener: ClassVar[str]
     """Regular expression of what may start a call."""
-    thought_tags: ClassVar[Mapping[str, str]] = {THOUGHT: THOUGHT_END}
+    thought_tags: Mapping[str, str] = USUAL_THOUGHTS
     """Opening and closing tags of thoughts, in which nothing is a call."""
     result_role: Role = "tool"
     """Role of the message that answers a call."""
@@ -154,9 +171,21 @@ class ToolParser(ABC):
             ConfigError: if the format calls a tool or a parameter that the run does not have.
         """
 
+    @property
+    def closers(self) -> Collection[str]:
+        """Texts that end a call. A stop token among them is a part of the text that is read."""
+        return ()
+
     def render_result(self, text: str) -> str:
         """Return a result in the form that the policy expects."""
         return text
+
+    def with_thoughts(self, tags: Mapping[str, str]) -> Self:
+        """Return this parser for a template with these opening and closing tags of thoughts."""
+        made = copy.copy(self)
+        made.thought_tags = tags
+        vars(made).pop("_scan", None)
+        return made
 
     def parse(self, text: str, *, starts_in_thought: bool = False, tools: Tools = ()) -> ParsedTurn:
         """Find the calls in a turn; raises nothing, whatever the text is.
@@ -184,7 +213,9 @@ class ToolParser(ABC):
     @cached_property
     def _scan(self) -> re.Pattern[str]:
         """Matches the start of a thought or a call."""
-        return re.compile("|".join([*map(re.escape, self.thought_tags), f"(?:{self.opener})"]))
+        after = "|".join(f"(?<={re.escape(end)})" for end in self.thought_tags.values())
+        opener = self.opener.replace(AFTER_THOUGHT, f"(?:{after})")
+        return re.compile("|".join([*map(re.escape, self.thought_tags), f"(?:{opener})"]))
 
 
 def call_id(number: int) -> str:

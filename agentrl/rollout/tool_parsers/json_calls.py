@@ -6,7 +6,14 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-from agentrl.rollout.tool_parsers.base import Call, Piece, Problem, ToolParser, Tools
+from agentrl.rollout.tool_parsers.base import (
+    AFTER_THOUGHT,
+    Call,
+    Piece,
+    Problem,
+    ToolParser,
+    Tools,
+)
 from agentrl.rollout.tool_parsers.registry import register_tool_parser
 
 _FIRST_WINDOW = 1024
@@ -63,7 +70,7 @@ class Llama3JsonParser(ToolParser):
     Several calls are separated by semicolons. Text after the last call is not a part of it.
     """
 
-    opener = rf"<\|python_tag\|>|(?:\A|(?<=</think>))\s*{_CALL_SHAPED}"
+    opener = rf"<\|python_tag\|>|(?:\A|{AFTER_THOUGHT})\s*{_CALL_SHAPED}"
 
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
         """Read all objects."""

@@ -1,17 +1,9 @@
 """The format `mistral`: calls after `[TOOL_CALLS]`, in the two forms of Mistral's models."""
 
 import re
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
-from agentrl.rollout.tool_parsers.base import (
-    THOUGHT,
-    THOUGHT_END,
-    Call,
-    Piece,
-    Problem,
-    ToolParser,
-    Tools,
-)
+from agentrl.rollout.tool_parsers.base import Call, Piece, Problem, ToolParser, Tools
 from agentrl.rollout.tool_parsers.json_calls import call_of, decode_json, read_arguments
 from agentrl.rollout.tool_parsers.registry import register_tool_parser
 
@@ -31,7 +23,6 @@ class MistralParser(ToolParser):
     """
 
     opener = re.escape(_OPENER)
-    thought_tags: ClassVar = {THOUGHT: THOUGHT_END, "[THINK]": "[/THINK]"}
 
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
         """Read a list of calls, or one call by its name."""

@@ -6,7 +6,14 @@ import re
 import warnings
 from typing import Any
 
-from agentrl.rollout.tool_parsers.base import Call, Piece, Problem, ToolParser, Tools
+from agentrl.rollout.tool_parsers.base import (
+    AFTER_THOUGHT,
+    Call,
+    Piece,
+    Problem,
+    ToolParser,
+    Tools,
+)
 from agentrl.rollout.tool_parsers.json_calls import unique_keys
 from agentrl.rollout.tool_parsers.registry import register_tool_parser
 
@@ -22,7 +29,7 @@ class PythonicParser(ToolParser):
     name are assigned to the tool's parameters in order.
     """
 
-    opener = r"(?:<\|python_start\|>\s*|(?:\A|(?<=</think>))\s*)(?=\[\s*[A-Za-z_][\w.]*\()"
+    opener = rf"(?:<\|python_start\|>\s*|(?:\A|{AFTER_THOUGHT})\s*)(?=\[\s*[A-Za-z_][\w.]*\()"
 
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
         """Read the list up to its closing bracket."""

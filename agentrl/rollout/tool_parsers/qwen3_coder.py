@@ -1,8 +1,10 @@
 """The format `qwen3_coder`: a call in tags, its values typed by the tool's schema."""
 
 import re
-from typing import Any, cast
+from collections.abc import Collection
+from typing import Any
 
+from agentrl.rollout.argument_schemas import property_types
 from agentrl.rollout.tool_parsers.base import Call, Piece, Problem, ToolParser, Tools
 from agentrl.rollout.tool_parsers.json_calls import decode_json
 from agentrl.rollout.tool_parsers.registry import register_tool_parser
@@ -29,8 +31,9 @@ class Qwen3CoderParser(ToolParser):
         if head is None:
             return _malformed(text, body, "there is no <function=NAME> in it", "")
         name, position = head[1], head.end()
-        schemas = (tool.function.parameters for tool in tools if tool.name == name)
-        properties: dict[str, Any] = next(schemas, {}).get("properties", {})
+        types = next((property_types(t.function.parameters) for t in tools if t.name == name), {})
+        names = "|".join(map(re.escape, [*types, name]))
+        unclosed = re.compile(rf"<(?:parameter|function)=(?:{names})>")
         arguments: dict[str, Any] = {}
         while parameter := _PARAMETER.match(text, position):
             key, end = parameter[1], _VALUE_END.search(text, parameter.end())
@@ -41,7 +44,10 @@ class Qwen3CoderParser(ToolParser):
             if key in arguments:
                 return _malformed(text, body, f"the parameter {key} is there twice", name)
             raw = text[parameter.end() : end.start()]
-            arguments[key] = typed(raw, properties.get(key, {}))
+            if unclosed.search(raw):
+                reason = f"the parameter {key} is not closed by </parameter> before the next one"
+                return _malformed(text, body, reason, name)
+            arguments[key] = typed(raw, types.get(key, frozenset()))
             position = end.end()
         closed = _FUNCTION_END.match(text, position)
         if closed is None:
@@ -50,14 +56,14 @@ class Qwen3CoderParser(ToolParser):
         return Piece((outer or closed).end(), (Call(name, arguments),))
 
 
-def typed(raw: str, schema: Any) -> Any:
-    """Convert a value to the type that its JSON Schema requires.
+def typed(raw: str, types: Collection[str]) -> Any:
+    """Convert a value to one of the types that its JSON Schema allows.
 
     Example:
-        >>> typed("42", {"type": "string"}), typed("42", {"type": "integer"}), typed("True", {})
+        >>> typed("42", {"string"}), typed("42", {"integer"}), typed("True", {})
         ('42', 42, True)
     """
-    types = _types(schema)
+    types = set(types)
     if types == {"string"}:
         return raw
     text = {"True": "true", "False": "false", "None": "null"}.get(raw.strip(), raw)
@@ -67,20 +73,6 @@ def typed(raw: str, schema: Any) -> Any:
     if "string" in types and not _fits(decoded.value, types):
         return raw
     return decoded.value
-
-
-def _types(schema: Any) -> set[str]:
-    """Collect the types that a schema names, in `type`, `anyOf`, `oneOf` and `enum`."""
-    if not isinstance(schema, dict):
-        return set()
-    fields = cast("dict[str, Any]", schema)
-    named = fields.get("type", [])
-    types = {named} if isinstance(named, str) else set(cast("list[str]", named))
-    for key in ("anyOf", "oneOf"):
-        types = types.union(*(_types(option) for option in fields.get(key, [])))
-    if not types and fields.get("enum"):
-        types = {"string"} if all(isinstance(v, str) for v in fields["enum"]) else set[str]()
-    return types
 
 
 _PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {

@@ -1,6 +1,10 @@
 """The formats `sglang:NAME`: any parser of the installed SGLang, with agentrl's rules."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, cast
 
 from agentrl.engines.sglang.parsers import (
     DetectedCall,
@@ -9,7 +13,10 @@ from agentrl.engines.sglang.parsers import (
     SGLangDetector,
     texts_in,
 )
-from agentrl.rollout.tool_parsers.base import THOUGHT, Call, Piece, Problem, ToolParser, Tools
+from agentrl.messages import OpenAIFunctionToolSchema
+from agentrl.rollout.argument_schemas import property_types
+from agentrl.rollout.tool_parsers.accounting import find_unread
+from agentrl.rollout.tool_parsers.base import Call, Piece, Problem, ToolParser, Tools
 from agentrl.rollout.tool_parsers.json_calls import read_arguments
 from agentrl.rollout.tool_parsers.registry import register_tool_parser_family
 
@@ -28,6 +35,14 @@ class _Region:
     detection: Detection
     openers: tuple[str, ...]
     """What starts a call of the format."""
+    pairs: Mapping[str, str]
+    """What starts and what ends the parts of a call."""
+
+    @property
+    def unclosed(self) -> str:
+        """The end of a part that is not closed; empty if there is none."""
+        ends = (end for start, end in self.pairs.items() if self.count(start) > self.count(end))
+        return next(ends, "")
 
     @property
     def num_lost(self) -> int:
@@ -35,7 +50,8 @@ class _Region:
         detection = self.detection
         is_refused = detection.is_meant and not detection.calls
         least = int(is_refused and (bool(detection.complaint) or not self.openers))
-        return max(least, self.num_begun - len(detection.calls))
+        is_open = bool(detection.calls and self.unclosed)
+        return max(least, int(is_open), self.num_begun - len(detection.calls))
 
     @property
     def num_begun(self) -> int:
@@ -70,11 +86,16 @@ class DetectorParser(ToolParser):
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
 
+    @property
+    def closers(self) -> Collection[str]:
+        """See `ToolParser.closers`."""
+        return self._detector.pairs.values()
+
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
         """Read up to the next thought that is not text in a call's arguments."""
         if not tools:
             return Piece(len(text), ())
-        first, *others = _ends(text, start)
+        first, *others = _ends(text, start, self.thought_tags)
         region = nearest = self._read_region(text[start:first], tools)
         while region.num_lost and others:
             region = self._read_region(text[start : others.pop(0)], tools)
@@ -82,11 +103,13 @@ class DetectorParser(ToolParser):
         end = start + len(region.text)
         if region.num_lost:
             return Piece(end, self._read_one_by_one(region, tools), is_located=False)
-        return Piece(end, _found_in(region), rest=region.detection.rest, is_located=False)
+        return Piece(
+            end, _found_in(region, text[start:end]), rest=region.detection.rest, is_located=False
+        )
 
     def _read_region(self, text: str, tools: Tools) -> _Region:
-        detection = self._detector.detect(text.lstrip(), tools)
-        return _Region(text, detection, self._detector.openers)
+        detection = self._detector.detect(text.lstrip(), [_with_types(tool) for tool in tools])
+        return _Region(text, detection, self._detector.openers, self._detector.pairs)
 
     def _read_one_by_one(self, region: _Region, tools: Tools) -> tuple[Call | Problem, ...]:
         """Find out which of a region's calls cannot be read."""
@@ -95,9 +118,14 @@ class DetectorParser(ToolParser):
             texts = [f"{head}{region.main_opener}{body}" for body in bodies]
             parts = [self._read_region(text, tools) for text in texts]
             if sum(len(part.detection.calls) for part in parts) >= len(region.detection.calls):
-                found = [item for part in parts for item in _found_in(part)]
-                return tuple(found) or (_problem(region.detection),)
-        return (*_found_in(region), _problem(region.detection))
+                bodies = [f"{region.main_opener}{body}" for body in bodies]
+                found = [
+                    item
+                    for part, body in zip(parts, bodies, strict=True)
+                    for item in _found_in(replace(part, text=body), body)
+                ]
+                return tuple(found) or (_problem(region),)
+        return (_problem(region),)
 
 
 @register_tool_parser_family("sglang:")
@@ -111,24 +139,48 @@ def sglang_parser(name: str) -> DetectorParser:
     return DetectorParser(SGLangDetector(name))
 
 
-def _ends(text: str, start: int) -> list[int]:
+def _with_types(tool: OpenAIFunctionToolSchema) -> OpenAIFunctionToolSchema:
+    """Return a schema in which each property has its `type`: SGLang reads nothing else."""
+    parameters = tool.function.parameters
+    found = {
+        name: sorted(types - {"integer"} if "number" in types else types)
+        for name, types in property_types(parameters).items()
+        if types
+    }
+    known = cast("dict[str, Any]", parameters.get("properties", {}))
+    typed = {
+        name: {**known[name], "type": types[0] if len(types) == 1 else types}
+        for name, types in found.items()
+        if isinstance(known[name], dict) and "type" not in known[name]
+    }
+    if not typed:
+        return tool
+    function = tool.function.model_copy(
+        update={"parameters": {**parameters, "properties": {**known, **typed}}}
+    )
+    return tool.model_copy(update={"function": function})
+
+
+def _ends(text: str, start: int, tags: Iterable[str]) -> list[int]:
     """Return where a region may end: at one of the next thoughts, or with the text."""
-    ends: list[int] = []
-    position = text.find(THOUGHT, start)
-    while position >= 0 and len(ends) <= MAX_CUTS:
-        ends.append(position)
-        position = text.find(THOUGHT, position + 1)
-    return ends if position >= 0 else [*ends, len(text)]
+    thoughts = re.compile("|".join(map(re.escape, tags))).finditer(text, start)
+    ends = [match.start() for match in islice(thoughts, MAX_CUTS + 1)]
+    return ends if len(ends) > MAX_CUTS else [*ends, len(text)]
 
 
-def _found_in(region: _Region) -> tuple[Call | Problem, ...]:
-    """Return the calls of a region; if there is only a problem, the problem."""
+def _found_in(region: _Region, text: str) -> tuple[Call | Problem, ...]:
+    """Return the calls of a region that account for its text; else the problem."""
     calls = region.detection.calls
     if region.num_begun == 0:
         calls = tuple(call for call in calls if call.name)
-    if not calls and region.num_lost:
-        return (_problem(region.detection),)
-    return tuple(map(_call_of, calls))
+    if region.num_lost and (not calls or region.unclosed):
+        return (_problem(region),)
+    found = tuple(map(_call_of, calls))
+    if not found or not all(isinstance(item, Call) for item in found):
+        return found
+    reads = cast("tuple[Call, ...]", found)
+    reason = find_unread(_texts_of_calls(text, region), reads)
+    return tuple(Problem(reason, call.name) for call in reads) if reason else found
 
 
 def _call_of(detected: DetectedCall) -> Call | Problem:
@@ -137,5 +189,19 @@ def _call_of(detected: DetectedCall) -> Call | Problem:
     return read_arguments(detected.name, detected.arguments)
 
 
-def _problem(detection: Detection) -> Problem:
-    return Problem(detection.complaint or "it cannot be read as a call")
+def _problem(region: _Region) -> Problem:
+    unclosed = f"it is not closed by {region.unclosed}" if region.unclosed else ""
+    return Problem(unclosed or region.detection.complaint or "it cannot be read as a call")
+
+
+def _texts_of_calls(text: str, region: _Region) -> str:
+    """Return a text without what is before, between and after its calls."""
+    opener, endings = region.main_opener, tuple(region.pairs.values())
+    if not opener:
+        return text
+    _, *bodies = text.split(opener)
+    ends = [
+        max((b.rfind(end) + len(end) for end in endings if end in b), default=0) for b in bodies
+    ]
+    cut = [body[: end or len(body)] for body, end in zip(bodies, ends, strict=True)]
+    return opener + opener.join(cut)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema
+from agentrl.rollout.argument_schemas import property_types
 from agentrl.rollout.tool_parsers import (
     Call,
     ParsedTurn,
@@ -298,14 +299,50 @@ def test_the_code_goes_to_the_runs_only_tool_and_its_only_parameter():
         ("7", {"type": ["string", "integer"]}, 7),
         ("true", {"type": ["string", "integer"]}, "true"),
         ("7", {"enum": ["7", "8"]}, "7"),
+        ("7", {"const": "7"}, "7"),
+        ("7", {"type": "number", "enum": [7, 8]}, 7),
+        ("2024", {"$ref": "#/$defs/Year"}, "2024"),
+        ("2024", {"anyOf": [{"$ref": "#/$defs/Year"}, {"type": "null"}]}, "2024"),
+        ("null", {"anyOf": [{"$ref": "#/$defs/Year"}, {"type": "null"}]}, None),
+        ("2024", {"oneOf": [{"$ref": "#/$defs/Year"}]}, "2024"),
+        ("2024", {"allOf": [{"$ref": "#/$defs/Year"}, {"description": "A year."}]}, "2024"),
+        ("2024", {"$ref": "#/$defs/Alias"}, "2024"),
+        ("2024", {"$ref": "#/$defs/Endless"}, 2024),
+        ("2024", {"$ref": "#/$defs/Missing"}, 2024),
+        ("2024", {"$ref": "https://example.org/year"}, 2024),
         ("7", {}, 7),
         ("seven", {}, "seven"),
         ("7", True, 7),
     ],
 )
 def test_values_are_typed_by_the_schema(raw: str, json_schema: Any, value: Any):
-    found = typed(raw, json_schema)
+    defs = {
+        "Year": {"type": "string", "enum": ["2024"]},
+        "Alias": {"$ref": "#/$defs/Year"},
+        "Endless": {"$ref": "#/$defs/Endless"},
+    }
+    found = typed(raw, property_types({"$defs": defs, "properties": {"x": json_schema}})["x"])
     assert (found, type(found)) == (value, type(value))
+
+
+UNCLOSED = [
+    "<parameter=path>\nnotes.txt\n<parameter=content>\nhello\n</parameter>",
+    "<parameter=path>\nnotes.txt\n</path>\n<parameter=content>\nhello\n</parameter>",
+    "<parameter=path>\nnotes.txt\n</parameter\n<parameter=content>\nhello\n</parameter>",
+    "<parameter=path>\nnotes.txt <parameter=content>hello</parameter>",
+    "<parameter=path>\nnotes.txt\n</function>\n<function=write>\n<parameter=path>\nb\n</parameter>",
+    "<parameter=path>\nnotes.txt\n</path>",
+]
+
+
+@pytest.mark.parametrize("inner", UNCLOSED)
+@pytest.mark.parametrize("wrapper", ["<tool_call>\n{}\n</tool_call>", "{}"])
+def test_a_value_that_is_not_closed_takes_no_other_parameter(inner: str, wrapper: str):
+    tool = schema("write", path={"type": "string"}, content={"type": "string"})
+    text = wrapper.format(f"<function=write>\n{inner}\n</function>")
+    turn = get_tool_parser("qwen3_coder").parse(text, tools=[tool])
+    assert not turn.calls
+    assert turn.malformed[0].name == "write"
 
 
 def test_search_results_are_worded_as_information():
@@ -328,8 +365,9 @@ def test_a_parser_of_the_users_own_is_registered_once():
 
     register_tool_parser("test_shout")(Shout)
     assert calls(parse("test_shout", "now CALL me")) == [("me", {})]
+    other = type("Other", (Shout,), {})
     with pytest.raises(ConfigError, match="already"):
-        register_tool_parser("hermes")(Shout)
+        register_tool_parser("test_shout")(other)
 
 
 json_values = st.recursive(

@@ -5,7 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +25,7 @@ class TagDetector:
     """
 
     openers = ("<calls>", "<call>")
+    pairs: ClassVar = {"<calls>": "</calls>", "<call>": "</call>"}
 
     def detect(self, text: str, tools: Sequence[Any]) -> Detection:
         found, complaint = [], ""
@@ -42,6 +43,7 @@ class BareDetector:
     """Takes every text that begins with a bracket for a call, and reads none."""
 
     openers = ()
+    pairs: ClassVar = {}
 
     def detect(self, text: str, tools: Sequence[Any]) -> Detection:
         return Detection((), text, is_meant=text.startswith("["))
@@ -107,7 +109,7 @@ def test_a_call_that_is_cut_off_is_malformed_and_hides_no_other():
     turn = parse(f'{call(a=1)}<call>{{"name": "add"')
     assert [found.arguments for found in turn.calls] == [{"a": 1}]
     assert [(found.index, found.reason) for found in turn.malformed] == [
-        (1, "it cannot be read as a call")
+        (1, "it is not closed by </call>")
     ]
 
 
@@ -133,14 +135,14 @@ def test_arguments_that_are_no_object_are_malformed_by_name(arguments: str, why:
         def detect(self, text: str, tools: Sequence[Any]) -> Detection:
             return Detection((DetectedCall("add", arguments),), "", is_meant=True)
 
-    [broken] = DetectorParser(Given()).parse("<call>", tools=TOOLS).malformed
+    [broken] = DetectorParser(Given()).parse("<call></call>", tools=TOOLS).malformed
     assert why in broken.reason
     assert broken.name == "add"
 
 
-def test_many_broken_calls_cost_one_reading_and_the_good_ones_are_kept():
+def test_many_broken_calls_cost_one_reading_and_none_is_executed():
     turn = parse(call(a=1) + "<call>" * 500)
-    assert (len(turn.calls), len(turn.malformed)) == (1, 1)
+    assert (len(turn.calls), len(turn.malformed)) == (0, 1)
 
 
 pieces = st.sampled_from(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from agentrl.errors import TemplateError
-from agentrl.messages import Message
+from agentrl.messages import THOUGHTS, Message
 from agentrl.rollout.records import TokenDifference, Turn
 from agentrl.rollout.templates.assistant_turn import encode_turn, follow_prompt, spoken_text
 from agentrl.rollout.templates.check import check_ledger
@@ -27,7 +27,6 @@ from agentrl.rollout.templates.probe_conversations import (
     user_message,
     with_preface,
 )
-from agentrl.rollout.templates.structure import THOUGHTS
 from agentrl.rollout.templates.template import ChatTemplate, Tools
 
 _SYSTEM = Message(role="system", content="Be brief.")
