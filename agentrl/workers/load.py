@@ -21,6 +21,7 @@ from agentrl.config.schema.training import FsdpConfig
 from agentrl.engines.vision import check_vision, has_vision
 from agentrl.errors import ConfigError
 from agentrl.media.processor import MediaProcessor
+from agentrl.workers.base_files import BaseFiles
 from agentrl.workers.distributed import World
 from agentrl.workers.lora import inject_adapters
 from agentrl.workers.model import PolicyModel
@@ -69,6 +70,7 @@ def load_policy(
         lm = load_causal_lm(config)
         if not world.is_alone and world.is_main:
             logger.info("every rank reads all weights of %s, which are converted", config.path)
+    base = BaseFiles.read(config.path, lm)
     if processor is not None:
         with stand_in_weights(lm, world.device, torch.float32):
             check_vision(lm, processor)
@@ -86,6 +88,7 @@ def load_policy(
         adapters=adapters,
         stored_dtype=stored if isinstance(stored, torch.dtype) else None,
     )
+    policy.base = base
     policy.offloads_activations = config.enable_activation_offload and world.device.type != "cpu"
     return policy
 
