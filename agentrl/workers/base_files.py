@@ -5,6 +5,7 @@ base, and the tensors that the model's class has no module for.
 """
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -21,8 +22,10 @@ from agentrl.workers.weight_files import list_files, loaded_names, weight_names
 _NOT_KEPT = {"architectures", "dtype", "quantization_config", "torch_dtype", "transformers_version",
              "transformers_weights"}  # fmt: skip
 """Keys of config.json that describe the files, and not the model."""
-_OLD_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq",
-                  "rotary_emb_base", "rotary_pct", "global_rope_theta", "local_rope_theta"}  # fmt: skip
+_OLD_ROPE_KEYS = {
+    "rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq",
+    "rotary_emb_base", "rotary_pct", "global_rope_theta", "local_rope_theta",
+}  # fmt: skip
 """Keys of transformers 4 that `rope_parameters` replaces."""
 
 
@@ -122,11 +125,10 @@ def _old_rope(
         return {}
     full: dict[str, Any] = wanted.get("full_attention") or wanted
     scaling = {k: v for k, v in full.items() if k not in ("rope_theta", "partial_rotary_factor")}
-    if config.model_type.startswith("phi3"):  # refuses other fields
-        scaling = {
-            k: v for k, v in scaling.items() if k in ("rope_type", "short_factor", "long_factor")
-        }
     has_scaling = scaling.keys() - {"rope_type"} or scaling.get("rope_type") != "default"
+    scaling["type"] = scaling.get("rope_type")
+    if config.model_type == "phi3":  # which refuses other fields
+        scaling = {key: scaling.get(key) for key in ("type", "short_factor", "long_factor")}
     is_neox = config.model_type.startswith("gpt_neox")
     new: dict[str, Any] = {
         "rotary_emb_base" if is_neox else "rope_theta": full.get("rope_theta"),
@@ -134,12 +136,21 @@ def _old_rope(
         "rope_local_base_freq": (wanted.get("sliding_attention") or {}).get("rope_theta"),
     }
     new = {key: value for key, value in new.items() if value is not None}
-    new["rope_scaling"] = {"type": scaling.get("rope_type"), **scaling} if has_scaling else None
+    new["rope_scaling"] = scaling if has_scaling else None
     others = {key: value for key, value in saved.items() if key != "rope_parameters"}
-    for old in ({key: base[key] for key in _OLD_ROPE_KEYS & base.keys()}, new):
-        if old and _rope_of(type(config).from_dict(deepcopy(others | old))) == wanted:
+    for old in filter(None, ({key: base[key] for key in _OLD_ROPE_KEYS & base.keys()}, new)):
+        if _read_rope(type(config), others | old) == wanted:
             return old
     return {}
+
+
+def _read_rope(kind: type[PretrainedConfig], keys: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the `rope_parameters` that transformers reads from a config.json; None if it fails."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return _rope_of(kind.from_dict(deepcopy(keys)))
+    except (AttributeError, KeyError, TypeError, ValueError):  # a family without older keys
+        return None
 
 
 def _rope_of(config: PretrainedConfig) -> dict[str, Any]:

@@ -267,6 +267,7 @@ def _names_of_each(lm: PreTrainedModel) -> list[list[str]]:
 
 
 def list_files(path: str) -> list[str]:
+    """List the safetensors files of a folder or hub name; none if the weights are in others."""
     one = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
     if one is not None:
         return [one]

@@ -27,7 +27,7 @@ GPT2 = {"vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions
 EXPERTS = {"num_experts_per_tok": 1, "moe_intermediate_size": 16}
 MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
        "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-       "first_k_dense_replace": 1}  # fmt: skip
+       "first_k_dense_replace": 1, "head_dim": 8}  # fmt: skip
 LAYERS = ["sliding_attention", "full_attention"]
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": SIZES | EXPERTS | {"num_experts": 4},
     "glm4_moe": SIZES | EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "granitemoe": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 1},
-    "dots1": SIZES | EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "dots1": SIZES | EXPERTS | {"n_shared_experts": 1, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "minimax_m2": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 1},
     "ernie4_5_moe": SIZES | {"moe_num_experts": 4, "moe_k": 1, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
     "hunyuan_v1_moe": SIZES | {"num_experts": 4, "moe_topk": 1},
