@@ -21,6 +21,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from transformers.utils.hub import cached_file
 
 from agentrl.atomic_io import atomic_folder, naming_path
+from agentrl.engines.tied_head import is_tied
 from agentrl.engines.vision import has_vision
 from agentrl.errors import CheckpointError
 from agentrl.workers.base_files import BaseFiles, complete_config
@@ -29,7 +30,7 @@ from agentrl.workers.lora import ADAPTER_WEIGHTS, BASE_DIGEST, peft_name
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.shards import full_tensor
 from agentrl.workers.snapshot import on_main
-from agentrl.workers.weight_files import base_name, is_tied
+from agentrl.workers.weight_files import base_name
 from agentrl.workers.weight_sync import iter_full_weights
 
 SHARD_BYTES = 5 * 10**9

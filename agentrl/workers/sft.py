@@ -28,7 +28,12 @@ from agentrl.workers.load import load_policy
 from agentrl.workers.model import PolicyModel, ScoringParams
 from agentrl.workers.optim import PolicyOptimizer
 from agentrl.workers.packing import PaddedRows, count_tokens, partition_balanced
-from agentrl.workers.tokenizer import check_tokenizer, load_processor, load_tokenizer
+from agentrl.workers.tokenizer import (
+    check_tokenizer,
+    keep_template,
+    load_processor,
+    load_tokenizer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +111,7 @@ def run_sft(
         now=now,
         media=processor,
     )
+    keep_template(tokenizer, template, model)
     policy = load_policy(model, world, FsdpConfig(), processor=processor)
     check_tokenizer(tokenizer, policy.config)
     dataset = Demonstrations(config, template, tools)

@@ -28,7 +28,7 @@ from agentrl.engines.sglang.servers.factory import SyncSource, connect
 from agentrl.engines.vision import has_vision
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.plugins.environment import install_command
-from agentrl.workers.load import load_hf_config
+from agentrl.workers.load import find_overrides, load_hf_config
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.shards import local_tensor
 
@@ -218,7 +218,7 @@ def sglang_needs(config: RunConfig, dtype: torch.dtype) -> SGLangNeeds:
         dtype=str(dtype).removeprefix("torch."),
         seed=config.rollout.seed,
         trust_remote_code=model.trust_remote_code,
-        override_config=model.override_config,
+        override_config=find_overrides(model),
         has_tower=has_vision(load_hf_config(model)),
         given=config.rollout.engine.sglang.server_arguments,
     )
