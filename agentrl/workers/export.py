@@ -138,6 +138,9 @@ def _export(
                     text = json.dumps(about, indent=2) + "\n"
                     (aside / ABOUT).unlink(missing_ok=True)  # it may be a link to an earlier one
                     (aside / ABOUT).write_text(text, encoding="utf-8")
+        except CheckpointError as error:
+            error.details["path"] = target
+            raise
         # safetensors reports a full disk by an error of its own.
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot write the model: {error}", path=target) from error

@@ -208,8 +208,19 @@ def build_scripted_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def sglang_needs(config: RunConfig, dtype: torch.dtype) -> SGLangNeeds:
-    """Return a run's requirements on SGLang, in-process or as servers."""
+    """Return a run's requirements on SGLang, in-process or as servers.
+
+    Raises:
+        ConfigError: if the model has a head that SGLang would ignore.
+    """
     model = config.model
+    loaded, overrides = load_hf_config(model), find_overrides(model)
+    if overrides != model.override_config and type(loaded)().tie_word_embeddings:
+        raise ConfigError(
+            f"{model.path} has a head of its own, and a {loaded.model_type} in SGLang has none",
+            key="model.path",
+            expected="rollout.engine.name: transformers, or files without the head",
+        )
     return SGLangNeeds(
         model_path=model.path,
         tokenizer_path=model.tokenizer_path,
@@ -218,8 +229,8 @@ def sglang_needs(config: RunConfig, dtype: torch.dtype) -> SGLangNeeds:
         dtype=str(dtype).removeprefix("torch."),
         seed=config.rollout.seed,
         trust_remote_code=model.trust_remote_code,
-        override_config=find_overrides(model),
-        has_tower=has_vision(load_hf_config(model)),
+        override_config=overrides,
+        has_tower=has_vision(loaded),
         given=config.rollout.engine.sglang.server_arguments,
     )
 
