@@ -22,11 +22,6 @@ from agentrl.workers.weight_files import list_files, loaded_names, weight_names
 _NOT_KEPT = {"architectures", "dtype", "quantization_config", "torch_dtype", "transformers_version",
              "transformers_weights"}  # fmt: skip
 """Keys of config.json that describe the files, and not the model."""
-_OLD_ROPE_KEYS = {
-    "rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq",
-    "rotary_emb_base", "rotary_pct", "global_rope_theta", "local_rope_theta",
-}  # fmt: skip
-"""Keys of transformers 4 that `rope_parameters` replaces."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +52,12 @@ class BaseFiles:
         return cls(PretrainedConfig.get_config_dict(path)[0], files, weights)
 
     @cached_property
-    def names(self) -> Mapping[str, str]:
-        """The name in the files of each weight of the model; of several tensors, any."""
+    def _names(self) -> Mapping[str, str]:
         return {weight: name for name, weight in self.weights.items()}
 
     def name_of(self, name: str) -> str:
         """Return the name that the files have for a tensor that transformers would save."""
-        return name if name in self.files else self.names.get(name, name)
+        return name if name in self.files else self._names.get(name, name)
 
     def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the tensors that the model has no place for (`mtp.*`)."""
@@ -86,31 +80,19 @@ def complete_config(
         config: The model's configuration, or the part of it.
         is_tied: Whether the head is the embedding.
     """
-    text = config.get_text_config()
     parts: dict[str, Any] = {
         name: complete_config(saved[name], base.get(name) or {}, part, is_tied=is_tied)
         for name in config.sub_configs
-        if isinstance(part := getattr(config, name, None), PretrainedConfig) and name in saved
+        if name in saved and isinstance(part := getattr(config, name), PretrainedConfig)
     }
-    text_keys: dict[str, Any] = next(
-        (parts[name] for name in parts if getattr(config, name) is text), {}
-    )
-    done = saved | parts | _old_rope(saved, base, config)
-    for key in base.keys() - done.keys() - _NOT_KEPT:
-        if not key.startswith("_"):
-            done[key] = _plain(getattr(config, key, text_keys.get(key, base[key])), base[key])
-    aliases = {old: new for old, new in config.attribute_map.items() if old == "num_experts"}
-    done |= {old: saved[new] for old, new in aliases.items() if new in saved}
-    if "dtype" in saved:
-        done["torch_dtype"] = saved["dtype"]
-    if config is text or text_keys:
-        done["tie_word_embeddings"] = is_tied
+    done = saved | parts | _old_rope(saved, base, config) | {"tie_word_embeddings": is_tied}
+    for old, new in {"torch_dtype": "dtype", **config.attribute_map}.items():
+        if old in ("torch_dtype", "num_experts") and new in saved:
+            done[old] = saved[new]
+    for key in {one for one in base if one[0] != "_"} - done.keys() - _NOT_KEPT:
+        value = getattr(config, key, getattr(config.get_text_config(), key, base[key]))
+        done[key] = json.loads(json.dumps(value, default=lambda _, key=key: base[key]))
     return done
-
-
-def _plain(value: Any, otherwise: Any) -> Any:
-    """Return a value as JSON has it, or the other one if JSON cannot have it."""
-    return json.loads(json.dumps(value, default=lambda _: otherwise))
 
 
 def _old_rope(
@@ -138,19 +120,15 @@ def _old_rope(
     new = {key: value for key, value in new.items() if value is not None}
     new["rope_scaling"] = scaling if has_scaling else None
     others = {key: value for key, value in saved.items() if key != "rope_parameters"}
-    for old in filter(None, ({key: base[key] for key in _OLD_ROPE_KEYS & base.keys()}, new)):
-        if _read_rope(type(config), others | old) == wanted:
+    for old in ({key: base[key] for key in new if key in base}, new):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                read = _rope_of(type(config).from_dict(deepcopy(others | old)))
+        except (AttributeError, KeyError, TypeError, ValueError):  # a family without older keys
+            continue
+        if old and read == wanted:
             return old
     return {}
-
-
-def _read_rope(kind: type[PretrainedConfig], keys: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the `rope_parameters` that transformers reads from a config.json; None if it fails."""
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            return _rope_of(kind.from_dict(deepcopy(keys)))
-    except (AttributeError, KeyError, TypeError, ValueError):  # a family without older keys
-        return None
 
 
 def _rope_of(config: PretrainedConfig) -> dict[str, Any]:

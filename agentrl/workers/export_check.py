@@ -59,8 +59,6 @@ def find_damage(
         try:
             with safe_open(file, "pt") as stored:
                 for name in stored.keys():  # noqa: SIM118 - it is not a mapping
-                    if name in found:
-                        yield f"{file.name}: {name} is in {found[name]} too"
                     found[name] = file.name
                     one = WrittenTensor.of(stored.get_tensor(name))
                     if (wanted := written.get(name)) is None:
@@ -73,11 +71,10 @@ def find_damage(
             yield f"{file.name}: cannot be read: {error}"
     for name in sorted(written.keys() - found.keys()):
         yield f"{name} is missing in {', '.join(sorted({*found.values()})) or 'all files'}"
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file() != (len({*found.values()}) > 1):
-        yield f"{index.name} is {'not needed' if index.is_file() else 'missing'}"
-    elif index.is_file() and json.loads(index.read_text(encoding="utf-8"))["weight_map"] != found:
-        yield f"{index.name}: the weights are in other files"
+    index, files = folder / SAFE_WEIGHTS_INDEX_NAME, {*found.values()}
+    stated = json.loads(index.read_text("utf-8"))["weight_map"] if index.is_file() else None
+    if stated != (found if len(files) > 1 else None):
+        yield f"{index.name}: does not list the tensors of {', '.join(sorted(files))}"
     yield from _compare_templates(folder, tokenizer.chat_template)
 
 

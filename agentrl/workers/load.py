@@ -18,7 +18,7 @@ from transformers import (
 
 from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
-from agentrl.engines.tied_head import is_tied, untie, untied_keys
+from agentrl.engines.tied_head import is_tied
 from agentrl.engines.vision import check_vision, has_vision
 from agentrl.errors import ConfigError
 from agentrl.media.processor import MediaProcessor
@@ -28,12 +28,7 @@ from agentrl.workers.lora import inject_adapters
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.sequence_parallel import check_heads
 from agentrl.workers.vision_tower import freeze_tower
-from agentrl.workers.weight_files import (
-    WeightFiles,
-    has_two_heads,
-    init_buffers,
-    stand_in_weights,
-)
+from agentrl.workers.weight_files import WeightFiles, init_buffers, stand_in_weights
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +72,6 @@ def load_policy(
         if not world.is_alone and world.is_main:
             logger.info("every rank reads all weights of %s, which are converted", config.path)
     base = BaseFiles.read(config.path, lm)
-    if base.config.get("tie_word_embeddings") and not is_tied(lm) and world.is_main:
-        logger.warning(
-            "config.json of %s says that the head is the embedding, and the files have two "
-            "different matrices; the run trains and exports both",
-            config.path,
-        )
     if processor is not None:
         with stand_in_weights(lm, world.device, torch.float32):
             check_vision(lm, processor)
@@ -114,33 +103,10 @@ def enable_checkpointing(lm: PreTrainedModel) -> None:
 def load_hf_config(config: ModelConfig) -> PretrainedConfig:
     """Load a model's configuration with the run's `override_config`, without its weights.
 
-    If the files have a head of their own, `tie_word_embeddings` is false, also if the file of the
-    configuration says otherwise.
-
     Raises:
         ConfigError: if there is no such model, or `override_config` has a key that it does not
             have.
     """
-    loaded = _read_config(config)
-    if _has_two_heads(loaded, config.path):
-        untie(loaded)
-    return loaded
-
-
-def find_overrides(config: ModelConfig) -> dict[str, Any]:
-    """Return what a program that reads the file of the configuration must replace in it.
-
-    Raises:
-        ConfigError: as by `load_hf_config`.
-    """
-    loaded, overrides = _read_config(config), dict(config.override_config)
-    if _has_two_heads(loaded, config.path):
-        for key, value in untied_keys(loaded).items():
-            overrides[key] = overrides.get(key, {}) | value if isinstance(value, dict) else value
-    return overrides
-
-
-def _read_config(config: ModelConfig) -> PretrainedConfig:
     try:
         loaded = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -148,15 +114,6 @@ def _read_config(config: ModelConfig) -> PretrainedConfig:
     refuse_other_media(loaded, config.path)
     override_config(loaded, config.override_config)
     return loaded
-
-
-def _has_two_heads(config: PretrainedConfig, path: str) -> bool:
-    """Return whether a configuration says that the head is the embedding, and the files do not."""
-    if not getattr(config, "tie_word_embeddings", False):
-        return False
-    kind = model_class(config)._model_mapping.get(type(config), None)
-    tied: Any = getattr(kind, "_tied_weights_keys", None)
-    return isinstance(tied, dict) and has_two_heads(path, cast("dict[str, str]", tied))
 
 
 def refuse_other_media(loaded: PretrainedConfig, path: str) -> None:
@@ -234,8 +191,13 @@ def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
             key="model.path",
             expected="a complete causal language model",
         )
-    if not is_tied(lm):
-        untie(lm.config)
+    if lm.config.tie_word_embeddings and not is_tied(lm):
+        logger.warning(
+            "config.json of %s says that the head is the embedding, and the files have two "
+            "different matrices: both are used, and an export says so",
+            config.path,
+        )
+        lm.config.tie_word_embeddings = lm.config.get_text_config().tie_word_embeddings = False
     return lm
 
 

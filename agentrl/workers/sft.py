@@ -28,12 +28,7 @@ from agentrl.workers.load import load_policy
 from agentrl.workers.model import PolicyModel, ScoringParams
 from agentrl.workers.optim import PolicyOptimizer
 from agentrl.workers.packing import PaddedRows, count_tokens, partition_balanced
-from agentrl.workers.tokenizer import (
-    check_tokenizer,
-    keep_template,
-    load_processor,
-    load_tokenizer,
-)
+from agentrl.workers.tokenizer import check_tokenizer, load_processor, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +106,8 @@ def run_sft(
         now=now,
         media=processor,
     )
-    keep_template(tokenizer, template, model)
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = template.structure.renderer.source  # which an export then has
     policy = load_policy(model, world, FsdpConfig(), processor=processor)
     check_tokenizer(tokenizer, policy.config)
     dataset = Demonstrations(config, template, tools)

@@ -20,7 +20,6 @@ from transformers.utils.import_utils import is_torchvision_available
 from agentrl.config.schema.run import ModelConfig
 from agentrl.errors import ConfigError
 from agentrl.media.processor import MediaProcessor
-from agentrl.rollout.templates import ChatTemplate
 
 _EXPECTED = "the tokenizer that the model was trained with"
 _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.py")
@@ -59,14 +58,6 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def keep_template(
-    tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, config: ModelConfig
-) -> None:
-    """Give a tokenizer the run's chat template, which an export then has."""
-    if config.custom_chat_template is not None:
-        tokenizer.chat_template = template.structure.renderer.source
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:

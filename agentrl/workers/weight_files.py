@@ -6,11 +6,11 @@ The files are read, not mapped: mapped pages would count as memory of the proces
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -266,57 +266,13 @@ def _names_of_each(lm: PreTrainedModel) -> list[list[str]]:
     return list(names.values())
 
 
-def list_files(path: str, *, local_only: bool = False) -> list[str]:
-    """List the safetensors files of a folder or hub name; none if the weights are in others.
-
-    Raises:
-        OSError: if the files cannot be downloaded, or may not be.
-    """
-    how: dict[str, Any] = {
-        "_raise_exceptions_for_missing_entries": False, "local_files_only": local_only
-    }  # fmt: skip
-    one = cached_file(path, SAFE_WEIGHTS_NAME, **how)
+def list_files(path: str) -> list[str]:
+    """List the safetensors files of a folder or hub name; none if the weights are in others."""
+    one = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
     if one is not None:
         return [one]
-    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **how)
-    if index is None:
-        return []
-    return get_checkpoint_shard_files(path, index, local_files_only=local_only)[0] or []
-
-
-def has_two_heads(path: str, tied: Mapping[str, str]) -> bool:
-    """Return whether the files of a model have two different matrices for a tied one.
-
-    Args:
-        path: A folder, or a hub name; files that were not downloaded yet are not read.
-        tied: The names of such pairs in the model.
-    """
-    try:
-        stored = _read_headers(list_files(path, local_only=True))
-    except (OSError, ValueError, KeyError):
-        return False
-
-    def find(name: str) -> StoredTensor | None:
-        end = ".".join(name.split(".")[-2:])  # the files may have another prefix
-        names = [one for one in stored if f".{one}".endswith(f".{end}")]
-        return stored[min(names, key=len)] if names else None
-
-    pairs = [(find(head), find(embedding)) for head, embedding in tied.items()]
-    return any(one and other and _differ(one, other) for one, other in pairs)
-
-
-def _differ(one: StoredTensor, other: StoredTensor) -> bool:
-    """Compare two tensors piece by piece."""
-    if one.shape != other.shape:
-        return True
-    step = max(1, PIECE_BYTES // (4 * math.prod(one.shape[1:])))
-    for first in range(0, one.shape[0], step):
-        pieces = torch.empty(2, min(step, one.shape[0] - first), *one.shape[1:])
-        one.read_rows(first, pieces[0])
-        other.read_rows(first, pieces[1])
-        if not torch.equal(pieces[0], pieces[1]):
-            return True
-    return False
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    return (get_checkpoint_shard_files(path, index)[0] or []) if index is not None else []
 
 
 def _read_headers(files: Iterable[str]) -> dict[str, StoredTensor]:

@@ -88,11 +88,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "one value": (change(NORM, lambda t: t[NORM][-1:].add_(1e-3)), f"{NORM} has other values"),
     "a truncated file": (truncate, "cannot be read"),
     "a missing file": (lambda f: file_of(f, EMBEDDING).unlink(), f"{EMBEDDING} is missing"),
-    "no index": (lambda f: (f / "model.safetensors.index.json").unlink(), "index.json is missing"),
-    "an index of other files": (misplace, "index.json: the weights are in other files"),
+    "no index": (
+        lambda f: (f / "model.safetensors.index.json").unlink(),
+        "does not list the tensors",
+    ),
+    "an index of other files": (misplace, "does not list the tensors"),
     "a second file": (
-        lambda f: save_file({NORM: torch.ones(32)}, f / "model.safetensors"),
-        f"{NORM} is in",
+        lambda f: save_file({NORM: load_file(file_of(f, NORM))[NORM]}, f / "model.safetensors"),
+        "does not list the tensors",
     ),
     "a template": (write("chat_template.jinja", "{{ messages }}"), "is not the chat template"),
     "no template": (lambda f: (f / "chat_template.jinja").unlink(), "is not the chat template"),

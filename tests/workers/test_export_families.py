@@ -13,10 +13,10 @@ from agentrl.config.schema.run import ModelConfig, RunConfig
 from agentrl.config.schema.training import FsdpConfig
 from agentrl.engines.transformers.shared_weights import SharedWeights
 from agentrl.errors import ConfigError
-from agentrl.trainer.setup.engine_factory import sglang_needs
+from agentrl.trainer.setup.engine_factory import build_engine
 from agentrl.workers.distributed import World
 from agentrl.workers.export import export_hf
-from agentrl.workers.load import find_overrides, load_policy
+from agentrl.workers.load import load_policy
 from agentrl.workers.model import PolicyModel
 from tests.fakes.plugins import tiny_tokenizer
 from tests.fakes.training import weights
@@ -187,14 +187,10 @@ def test_two_heads_stay_two_in_trainer_engine_and_export(
     engine = SharedWeights.of(policy.lm, attention="sdpa").module
     assert torch.equal(plain.lm_head.weight, head)
     torch.testing.assert_close(engine(ids).logits, plain(ids).logits)
-    found = find_overrides(ModelConfig(path=str(folder), override_config={"use_cache": False}))
-    assert found == {"use_cache": False, "tie_word_embeddings": False}
-    run = RunConfig.model_validate({"model": {"path": str(folder)}, "data": {"train_files": ["a"]}})
-    if family == "qwen2 tied":
-        assert sglang_needs(run, torch.float32).override_config == {"tie_word_embeddings": False}
-    else:  # SGLang has one matrix for these, whatever the configuration says
-        with pytest.raises(ConfigError, match="has a head of its own"):
-            sglang_needs(run, torch.float32)
+    keys = {"model": {"path": str(folder)}, "data": {"train_files": ["a"]}}
+    run = RunConfig.model_validate(keys | {"rollout": {"engine": {"name": "sglang"}}})
+    with pytest.raises(ConfigError, match="of which SGLang would use one"):
+        build_engine(run, policy.lm, tiny_tokenizer(), device=torch.device("cpu"))
 
 
 def test_equal_matrices_are_one(world: World, tmp_path: Path):
@@ -204,7 +200,6 @@ def test_equal_matrices_are_one(world: World, tmp_path: Path):
     config = export(load(world, folder), tmp_path / "out")
     assert config["tie_word_embeddings"] is True
     assert "lm_head.weight" not in stored(tmp_path / "out")
-    assert find_overrides(ModelConfig(path=str(folder))) == {}
 
 
 def test_names_without_the_prefix_of_the_model_are_kept(world: World, tmp_path: Path):

@@ -25,10 +25,11 @@ from agentrl.engines.sglang.arguments import (
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from agentrl.engines.sglang.servers.directory import ServerDirectory
 from agentrl.engines.sglang.servers.factory import SyncSource, connect
+from agentrl.engines.tied_head import is_tied
 from agentrl.engines.vision import has_vision
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.plugins.environment import install_command
-from agentrl.workers.load import find_overrides, load_hf_config
+from agentrl.workers.load import load_hf_config
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.shards import local_tensor
 
@@ -154,7 +155,10 @@ def build_engine(
         ConfigError: for settings that the engine does not know.
         EngineError: if the engine cannot be built.
     """
-    match choose_engine(config):
+    name = choose_engine(config)
+    if name.startswith("sglang") and not is_tied(model):
+        _check_head(config)
+    match name:
         case "scripted":
             return build_scripted_engine(config, tokenizer)
         case "sglang":
@@ -184,6 +188,18 @@ def build_engine(
             )
 
 
+def _check_head(config: RunConfig) -> None:
+    """Refuse a configuration by which SGLang would not read the head of the files."""
+    if getattr(load_hf_config(config.model), "tie_word_embeddings", False):
+        raise ConfigError(
+            f"config.json of {config.model.path} says that the head is the embedding, and the "
+            "files have two different matrices, of which SGLang would use one",
+            key="model.path",
+            expected="rollout.engine.name: transformers; or, if SGLang's class of the model has a "
+            "head, model.override_config: {tie_word_embeddings: false}",
+        )
+
+
 def _embedded_settings(config: RunConfig, limits: EngineLimits) -> TransformersEngineSettings:
     own = config.rollout.engine.transformers
     return TransformersEngineSettings(
@@ -208,19 +224,8 @@ def build_scripted_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def sglang_needs(config: RunConfig, dtype: torch.dtype) -> SGLangNeeds:
-    """Return a run's requirements on SGLang, in-process or as servers.
-
-    Raises:
-        ConfigError: if the model has a head that SGLang would ignore.
-    """
+    """Return a run's requirements on SGLang, in-process or as servers."""
     model = config.model
-    loaded, overrides = load_hf_config(model), find_overrides(model)
-    if overrides != model.override_config and type(loaded)().tie_word_embeddings:
-        raise ConfigError(
-            f"{model.path} has a head of its own, and a {loaded.model_type} in SGLang has none",
-            key="model.path",
-            expected="rollout.engine.name: transformers, or files without the head",
-        )
     return SGLangNeeds(
         model_path=model.path,
         tokenizer_path=model.tokenizer_path,
@@ -229,8 +234,8 @@ def sglang_needs(config: RunConfig, dtype: torch.dtype) -> SGLangNeeds:
         dtype=str(dtype).removeprefix("torch."),
         seed=config.rollout.seed,
         trust_remote_code=model.trust_remote_code,
-        override_config=overrides,
-        has_tower=has_vision(loaded),
+        override_config=model.override_config,
+        has_tower=has_vision(load_hf_config(model)),
         given=config.rollout.engine.sglang.server_arguments,
     )
 

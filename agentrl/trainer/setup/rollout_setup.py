@@ -29,12 +29,7 @@ from agentrl.rollout.tool_calls import ToolCaller
 from agentrl.rollout.tool_parsers import ToolParser, get_tool_parser
 from agentrl.tools.delegate_tool import DelegateTool
 from agentrl.trainer.setup.plugins import Plugins
-from agentrl.workers.tokenizer import (
-    find_model_stops,
-    keep_template,
-    load_processor,
-    load_tokenizer,
-)
+from agentrl.workers.tokenizer import find_model_stops, load_processor, load_tokenizer
 
 _UNUSED_PARSER = "hermes"
 
@@ -94,7 +89,8 @@ def probe_model(config: RunConfig, plugins: Plugins, *, now: datetime | None = N
         model_stops=find_model_stops(tokenizer, config.model.path),
         media=processor,
     )
-    keep_template(tokenizer, template, config.model)
+    if config.model.custom_chat_template is not None:
+        tokenizer.chat_template = template.structure.renderer.source  # which an export then has
     report = probe_template(template, [tool.tool_schema for tool in plugins.tools])
     return ProbedModel(tokenizer, template, report)
 
