@@ -26,6 +26,9 @@ from agentrl.config.schema.prepare import TinyPolicyConfig, TinyVisionConfig
 from agentrl.data.prepare.manifest import content_of, make_once
 from agentrl.data.rows import Conversation, load_conversations
 from agentrl.messages import OpenAIFunctionToolSchema
+from agentrl.workers.base_files import BaseFiles
+from agentrl.workers.export import refuse_damage, write_lm
+from agentrl.workers.export_check import find_damage
 
 START_OF_TURN, END_OF_TURN, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 VISION_START, VISION_END, IMAGE, VIDEO = (
@@ -231,10 +234,12 @@ def _write(config: TinyPolicyConfig, tools: Sequence[OpenAIFunctionToolSchema]) 
     with naming_path(folder):
         tokenizer.save_pretrained(folder)
         if config.vision is None:
-            build_tiny_model(config, tokenizer).save_pretrained(folder)
+            lm = build_tiny_model(config, tokenizer)
         else:
-            build_vision_model(config, config.vision, tokenizer).save_pretrained(folder)
+            lm = build_vision_model(config, config.vision, tokenizer)
             make_image_processor(config.vision).save_pretrained(folder)
+        written = write_lm(lm, lm.named_parameters(), folder, lm.dtype, BaseFiles())
+        refuse_damage(find_damage(folder, written, tokenizer), folder)
 
 
 def _corpus(

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from agentrl.atomic_io import atomic_folder, naming_path
+from agentrl.engines.tied_head import is_tied
 from agentrl.engines.vision import has_vision
 from agentrl.errors import CheckpointError
+from agentrl.workers.base_files import BaseFiles, complete_config
+from agentrl.workers.export_check import WrittenTensor, find_config_damage, find_damage
 from agentrl.workers.lora import ADAPTER_WEIGHTS, BASE_DIGEST, peft_name
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.shards import full_tensor
@@ -36,13 +41,15 @@ ABOUT = "agentrl.json"
 _MODEL_FILES = [
     "*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json", "adapter_*",
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "chat_template*", "*processor_config.json",
+    "chat_template*", "additional_chat_templates", "*processor_config.json",
 ]  # fmt: skip
 """Files of a model: an export replaces all of them."""
 _PROCESSOR_FILES = [
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
 ]  # fmt: skip
 """Files of the processor of a vision-language model: copied from its folder."""
+_LAYER = re.compile(r".*?\.\d+\.|")
+"""Start of the name of a weight in a layer."""
 
 
 def export_hf(
@@ -58,12 +65,22 @@ def export_hf(
     folder.
     The weights have the dtype that they were loaded in; saved buffers have their own. Each tensor
     is gathered and written in turn; only the main rank keeps those of the file that it writes next.
-    All files of a model in the folder are replaced; its other files stay.
+    Tensors of the base that the model's class has no place for are copied, and keys of its
+    config.json that transformers replaced by others are kept. All files of a model in the folder
+    are replaced; its other files stay. What was written is read back and compared with the policy.
 
     Raises:
-        CheckpointError: on every rank, if it cannot be written.
+        CheckpointError: on every rank, if it cannot be written, or what was written is not the
+            policy. Then the folder is as it was before.
     """
-    _export(policy, _iter_stored(policy), _write_model, tokenizer, folder, about)
+
+    def write(aside: Path) -> dict[str, WrittenTensor]:
+        written = write_lm(policy.lm, weights, aside, policy.stored_dtype, policy.base)
+        _copy_processor(policy.lm, aside)
+        return written
+
+    weights = _iter_stored(policy)
+    _export(policy, weights, write, tokenizer, folder, about)
 
 
 def export_adapter(
@@ -80,21 +97,29 @@ def export_adapter(
 
     Raises:
         ValueError: if the policy has no adapters.
-        CheckpointError: on every rank, if it cannot be written.
+        CheckpointError: as by `export_hf`.
     """
     if policy.adapters is None:
         raise ValueError("the policy has no adapters")
+    peft_config = policy.adapters.config
+
+    def write(aside: Path) -> dict[str, WrittenTensor]:
+        peft_config.save_pretrained(aside)
+        tensors = {name: weight.cpu().contiguous() for name, weight in weights}
+        save_file(tensors, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        return {name: WrittenTensor.of(tensor) for name, tensor in tensors.items()}
+
     weights = (
         (peft_name(name), full_tensor(weight.detach())) for name, weight in policy.trained_weights()
     )
     about = {**(about or {}), BASE_DIGEST: policy.adapters.base_digest}
-    _export(policy, weights, _write_adapter, tokenizer, folder, about)
+    _export(policy, weights, write, tokenizer, folder, about)
 
 
 def _export(
     policy: PolicyModel,
     weights: Iterator[tuple[str, Tensor]],
-    write_model: Callable[[PolicyModel, Iterator[tuple[str, Tensor]], Path], None],
+    write_model: Callable[[Path], Mapping[str, WrittenTensor]],
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     about: Mapping[str, Any] | None,
@@ -105,13 +130,17 @@ def _export(
     def write() -> None:
         try:
             with naming_path(target), atomic_folder(target) as aside:
-                write_model(policy, weights, aside)
+                written = write_model(aside)
                 tokenizer.save_pretrained(aside)
+                refuse_damage(find_damage(aside, written, tokenizer), target)
                 _link_other_files(target, aside)
                 if about is not None:
                     text = json.dumps(about, indent=2) + "\n"
                     (aside / ABOUT).unlink(missing_ok=True)  # it may be a link to an earlier one
                     (aside / ABOUT).write_text(text, encoding="utf-8")
+        except CheckpointError as error:
+            error.details["path"] = target
+            raise
         # safetensors reports a full disk by an error of its own.
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot write the model: {error}", path=target) from error
@@ -139,17 +168,68 @@ def exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
         pass
 
 
-def _write_model(policy: PolicyModel, weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
-    lm, dtype = policy.lm, policy.stored_dtype
+def write_lm(
+    lm: PreTrainedModel,
+    weights: Iterator[tuple[str, Tensor]],
+    folder: Path,
+    dtype: torch.dtype,
+    base: BaseFiles,
+) -> dict[str, WrittenTensor]:
+    """Write configuration and weights of a model, and check the configuration.
+
+    Args:
+        lm: The model.
+        weights: Its weights, whole, by its own names.
+        folder: Gets the files.
+        dtype: The dtype that the configuration names.
+        base: The files that the model was loaded from.
+
+    Returns:
+        The tensors that the files must have.
+    """
     with _config_of_files(lm.config, dtype):
-        whole: dict[str, Tensor] = {}
-        if _is_converted(lm):  # then transformers needs all weights together
-            whole = {name: weight.to("cpu", copy=True) for name, weight in weights}
-        lm.save_pretrained(folder, state_dict=whole)
-        if not whole:
-            _write_weights(weights, folder)
+        lm.save_pretrained(folder, state_dict={})
+        named = chain(_in_names_of_files(lm, weights, base), base.other_tensors())
+        written = _write_weights(named, folder)
         lm.config.dtype = dtype  # `save_pretrained` writes that of the module
         lm.config.save_pretrained(folder)
+    file, tied = folder / CONFIG_NAME, is_tied(lm)
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    saved = complete_config(saved, base.config, lm.config, is_tied=tied)
+    file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    refuse_damage(find_config_damage(folder, lm.config, is_tied=tied), folder)
+    return written
+
+
+def refuse_damage(damage: Iterator[str], folder: Path) -> None:
+    """Refuse an exported model that is not what it was made from.
+
+    Raises:
+        CheckpointError: with the first damage.
+    """
+    if (first := next(damage, None)) is not None:
+        raise CheckpointError(
+            f"the exported model is damaged: {first}",
+            path=folder,
+            expected="files that other programs read as the policy; the checkpoints are complete",
+        )
+
+
+def _in_names_of_files(
+    lm: PreTrainedModel, weights: Iterator[tuple[str, Tensor]], base: BaseFiles
+) -> Iterator[tuple[str, Tensor]]:
+    """Convert weights to the tensors and names of the base's files, one layer at a time."""
+    for _, group in groupby(weights, key=lambda one: _LAYER.findall(one[0])[0]):
+        own = dict(group)
+        size = sum(weight.numel() for weight in own.values())
+        stored = revert_weight_conversion(lm, dict(own))
+        if sum(tensor.numel() for tensor in stored.values()) < size:
+            raise CheckpointError(f"transformers loses values of {', '.join(own)}")
+        for name, tensor in stored.items():
+            yield base.name_of(name), tensor
+
+
+def _copy_processor(lm: PreTrainedModel, folder: Path) -> None:
     if has_vision(lm.config) and lm.name_or_path:
         for name in _PROCESSOR_FILES:
             source = cached_file(lm.name_or_path, name, _raise_exceptions_for_missing_entries=False)
@@ -157,26 +237,10 @@ def _write_model(policy: PolicyModel, weights: Iterator[tuple[str, Tensor]], fol
                 shutil.copyfile(source, folder / name)
 
 
-def _write_adapter(
-    policy: PolicyModel, weights: Iterator[tuple[str, Tensor]], folder: Path
-) -> None:
-    assert policy.adapters is not None
-    policy.adapters.config.save_pretrained(folder)
-    tensors = {name: weight.cpu().contiguous() for name, weight in weights}
-    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-
-
-def _is_converted(lm: PreTrainedModel) -> bool:
-    """Return whether transformers stores other tensors than the model has."""
-    conversions: Any = getattr(lm, "_weight_conversions", None)
-    if conversions is None:
-        conversions = get_model_conversion_mapping(lm, add_legacy=False)
-    return bool(conversions)
-
-
-def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
-    """Write one file, or several and an index."""
+def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path) -> dict[str, WrittenTensor]:
+    """Write one file, or several and an index; return what they must have."""
     files: list[list[str]] = []
+    written: dict[str, WrittenTensor] = {}
     total, pending = 0, dict[str, Tensor]()
 
     def flush() -> None:
@@ -187,12 +251,15 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
     for name, weight in weights:
         if pending and sum(w.nbytes for w in pending.values()) + weight.nbytes > SHARD_BYTES:
             flush()
+        if name in written:
+            raise CheckpointError(f"two tensors have the name {name}")
         pending[name] = weight.cpu().contiguous()
+        written[name] = WrittenTensor.of(pending[name])
         total += weight.nbytes
     flush()
     if len(files) == 1:
         (folder / "model-00001").rename(folder / SAFE_WEIGHTS_NAME)
-        return
+        return written
     places: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -200,6 +267,7 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
         places |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return written
 
 
 @contextmanager

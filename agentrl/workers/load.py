@@ -18,9 +18,11 @@ from transformers import (
 
 from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
+from agentrl.engines.tied_head import is_tied
 from agentrl.engines.vision import check_vision, has_vision
 from agentrl.errors import ConfigError
 from agentrl.media.processor import MediaProcessor
+from agentrl.workers.base_files import BaseFiles
 from agentrl.workers.distributed import World
 from agentrl.workers.lora import inject_adapters
 from agentrl.workers.model import PolicyModel
@@ -69,6 +71,7 @@ def load_policy(
         lm = load_causal_lm(config)
         if not world.is_alone and world.is_main:
             logger.info("every rank reads all weights of %s, which are converted", config.path)
+    base = BaseFiles.read(config.path, lm)
     if processor is not None:
         with stand_in_weights(lm, world.device, torch.float32):
             check_vision(lm, processor)
@@ -86,6 +89,7 @@ def load_policy(
         adapters=adapters,
         stored_dtype=stored if isinstance(stored, torch.dtype) else None,
     )
+    policy.base = base
     policy.offloads_activations = config.enable_activation_offload and world.device.type != "cpu"
     return policy
 
@@ -187,6 +191,13 @@ def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
             key="model.path",
             expected="a complete causal language model",
         )
+    if lm.config.tie_word_embeddings and not is_tied(lm):
+        logger.warning(
+            "config.json of %s says that the head is the embedding, and the files have two "
+            "different matrices: both are used, and an export says so",
+            config.path,
+        )
+        lm.config.tie_word_embeddings = lm.config.get_text_config().tie_word_embeddings = False
     return lm
 
 

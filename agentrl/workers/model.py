@@ -31,6 +31,7 @@ from agentrl.errors import ConfigError
 from agentrl.media.positions import has_mrope
 from agentrl.workers.attention import PACKED_ATTENTION, check_packable, max_sharing_length
 from agentrl.workers.attention_kernels import SdpaKernel, choose_kernel
+from agentrl.workers.base_files import BaseFiles
 from agentrl.workers.distributed import World
 from agentrl.workers.log_probs import HeadTransform, TokenScores, read_head_transform, score_tokens
 from agentrl.workers.lora import Adapters
@@ -99,6 +100,8 @@ class PackedModel(nn.Module):
         self.tower = VisionTower(lm, world)
         self.world = world
         self.adapters: Adapters | None = None
+        self.base = BaseFiles()
+        """The files of its folder, of which an export keeps names and keys."""
         self.tower_digest = ""
         """Identifies the values of a frozen vision tower, if all other weights are trained."""
         self.compute_dtype = compute_dtype

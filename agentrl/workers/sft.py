@@ -106,6 +106,8 @@ def run_sft(
         now=now,
         media=processor,
     )
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = template.structure.renderer.source  # which an export then has
     policy = load_policy(model, world, FsdpConfig(), processor=processor)
     check_tokenizer(tokenizer, policy.config)
     dataset = Demonstrations(config, template, tools)

@@ -87,17 +87,14 @@ class WeightFiles:
         if getattr(lm.config, "quantization_config", None) is not None:
             return None
         try:
-            stored = _read_headers(_list_files(path))
+            stored = _read_headers(list_files(path))
         except (OSError, ValueError, KeyError):
             return None
-        if (stored := _rename(stored, lm)) is None:
+        loaded, is_converted = loaded_names(stored, lm)
+        if is_converted:
             return None
-        prefix = f"{lm.base_model_prefix}."
+        named = {loaded[name]: tensor for name, tensor in stored.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in lm.state_dict().items()}
-        named = {
-            name if name in shapes or prefix + name not in shapes else prefix + name: tensor
-            for name, tensor in stored.items()
-        }
         is_whole = all(
             sum(name in named and named[name].shape == shapes[name] for name in names) == 1
             for names in _names_of_each(lm)
@@ -269,7 +266,8 @@ def _names_of_each(lm: PreTrainedModel) -> list[list[str]]:
     return list(names.values())
 
 
-def _list_files(path: str) -> list[str]:
+def list_files(path: str) -> list[str]:
+    """List the safetensors files of a folder or hub name; none if the weights are in others."""
     one = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
     if one is not None:
         return [one]
@@ -295,13 +293,28 @@ def _read_headers(files: Iterable[str]) -> dict[str, StoredTensor]:
     return found
 
 
-def _rename(stored: dict[str, StoredTensor], lm: PreTrainedModel) -> dict[str, StoredTensor] | None:
-    """Rename tensors as transformers does; None if it would compute others from one of them."""
-    conversions, renamed = get_model_conversion_mapping(lm), dict[str, StoredTensor]()
-    for name, tensor in sorted(stored.items()):
+def weight_names(lm: PreTrainedModel) -> set[str]:
+    """Return the names of a model's weights and saved buffers, all names of tied ones."""
+    return {base_name(name) for name in lm.state_dict() if not is_adapter(name)}
+
+
+def loaded_names(stored: Iterable[str], lm: PreTrainedModel) -> tuple[dict[str, str], bool]:
+    """Rename tensors as transformers does when it loads them.
+
+    Returns:
+        The weight that each tensor is read into, and whether some weights are computed from several
+        tensors, or several from one. A tensor that the model has no place for has another name.
+    """
+    prefix, known = f"{lm.base_model_prefix}.", weight_names(lm)
+    conversions = get_model_conversion_mapping(lm)
+    conversions.sort(key=lambda one: not isinstance(one, WeightRenaming))
+    renamed, is_converted = dict[str, str](), False
+    for name in sorted(stored):
+        new = name
         for conversion in conversions:
-            name, matched = conversion.rename_source_key(name)
+            new, matched = conversion.rename_source_key(new)
             if matched is not None and not isinstance(conversion, WeightRenaming):
-                return None
-        renamed[name] = tensor
-    return renamed
+                is_converted = True
+                break
+        renamed[name] = prefix + new if new not in known and prefix + new in known else new
+    return renamed, is_converted

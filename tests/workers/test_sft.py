@@ -118,6 +118,8 @@ def test_templates_of_the_run_are_those_of_the_warm_up(world: World, config: Sft
     assert year > plain
     kwargs = {"word": "a longer opening"}
     assert first_step(config, world, model=dated, now=now, template_kwargs=kwargs).num_tokens > year
+    exported = AutoTokenizer.from_pretrained(config.out_dir).chat_template
+    assert exported == dated.custom_chat_template
 
 
 def test_model_settings_of_the_run_are_those_of_the_warm_up(

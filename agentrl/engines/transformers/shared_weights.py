@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from agentrl.engines.tied_head import is_tied
 from agentrl.engines.transformers.paged_attention import ATTENTION_NAME
 from agentrl.engines.vision import has_vision
 from agentrl.errors import EngineError
@@ -181,6 +182,8 @@ def _empty_twin(source: PreTrainedModel, attention: str) -> PreTrainedModel:
         if issubclass(cls, PreTrainedModel) and not issubclass(cls, FSDPModule)
     )
     config = copy.deepcopy(source.config)
+    if not is_tied(source):
+        config.tie_word_embeddings = False
     with torch.device("meta"):
         twin = plain_class._from_config(
             config, attn_implementation=_attention_by_part(plain_class, config, attention)

@@ -25,6 +25,7 @@ from agentrl.engines.sglang.arguments import (
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from agentrl.engines.sglang.servers.directory import ServerDirectory
 from agentrl.engines.sglang.servers.factory import SyncSource, connect
+from agentrl.engines.tied_head import is_tied
 from agentrl.engines.vision import has_vision
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.plugins.environment import install_command
@@ -154,7 +155,10 @@ def build_engine(
         ConfigError: for settings that the engine does not know.
         EngineError: if the engine cannot be built.
     """
-    match choose_engine(config):
+    name = choose_engine(config)
+    if name.startswith("sglang") and not is_tied(model):
+        _check_head(config)
+    match name:
         case "scripted":
             return build_scripted_engine(config, tokenizer)
         case "sglang":
@@ -182,6 +186,18 @@ def build_engine(
             return TransformersEngine.from_model(
                 model, tokenizer=tokenizer, dtype=dtype, device=device, settings=settings
             )
+
+
+def _check_head(config: RunConfig) -> None:
+    """Refuse a configuration by which SGLang would not read the head of the files."""
+    if getattr(load_hf_config(config.model), "tie_word_embeddings", False):
+        raise ConfigError(
+            f"config.json of {config.model.path} says that the head is the embedding, and the "
+            "files have two different matrices, of which SGLang would use one",
+            key="model.path",
+            expected="rollout.engine.name: transformers; or, if SGLang's class of the model has a "
+            "head, model.override_config: {tie_word_embeddings: false}",
+        )
 
 
 def _embedded_settings(config: RunConfig, limits: EngineLimits) -> TransformersEngineSettings:

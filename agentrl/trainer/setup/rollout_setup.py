@@ -89,6 +89,8 @@ def probe_model(config: RunConfig, plugins: Plugins, *, now: datetime | None = N
         model_stops=find_model_stops(tokenizer, config.model.path),
         media=processor,
     )
+    if config.model.custom_chat_template is not None:
+        tokenizer.chat_template = template.structure.renderer.source  # which an export then has
     report = probe_template(template, [tool.tool_schema for tool in plugins.tools])
     return ProbedModel(tokenizer, template, report)
 
