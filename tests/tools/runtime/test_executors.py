@@ -209,14 +209,14 @@ class Slow(BaseTool):
         time.sleep(config["build_s"])
 
     def execute(self, instance_id, parameters, **kwargs):
-        return subprocess.check_output(["bash", "-c", "trap -p; echo 1"], text=True)
+        return subprocess.check_output(["bash", "-c", "trap -p PIPE XFSZ; echo 1"], text=True)
 """
 
 
 async def test_a_tool_is_built_in_its_process_in_a_time_of_its_own(tmp_path: Path):
     """As one that loads a model; the programs that it starts handle signals by default."""
     (source := tmp_path / "slow.py").write_text(SLOW_TO_BUILD)
-    config = {"isolation": "process", "timeout_s": 1, "build_s": 1.5}
+    config = {"isolation": "process", "timeout_s": 3, "build_s": 3.2}
     tool = load_class(f"{source}:Slow", BaseTool)(config, schema("slow"))
     session = session_of(tool)
     await session.create()
