@@ -141,6 +141,53 @@ def test_a_truncated_call_is_reported(name: str):
     assert turn.calls[:1] == parse(f"sglang:{name}", text).calls[:1]
 
 
+WRITTEN = OTHERS | {
+    "hermes": hermes(ADD, SAY),
+    "qwen25": hermes(ADD, SAY),
+    "qwen3_coder": qwen3_coder(ADD, SAY),
+    "step3p5": qwen3_coder(ADD, SAY),
+    "pythonic": pythonic(ADD, SAY),
+    "llama3": llama3(ADD, SAY),
+    "gemma4": "<|tool_call>call:add{a:1,b:2}<tool_call|>"
+    '<|tool_call>call:say{text:<|"|>hi <b><|"|>}<tool_call|>',
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_text_that_is_cut_anywhere_executes_whole_calls_only(name: str):
+    text = WRITTEN[name]
+    parser = get_tool_parser(f"sglang:{name}")
+    for end in range(len(text) + 1):
+        turn = parser.parse(text[:end], tools=TOOLS)
+        found = [(call.name, call.arguments) for call in turn.calls]
+        assert found == [ADD, SAY][: len(found)], text[:end]
+    assert calls(parser.parse(text, tools=TOOLS)) == [ADD, SAY]
+
+
+SHORTENED = {
+    "gemma4": '<|tool_call>call:say{text:<|"|>ls -la, then pwd<|"|>}<tool_call|>',
+    "glm45": "<tool_call>say\n<arg_key>text</arg_key>\n<arg_value>grep -r '</arg_value>' ."
+    "</arg_value>\n</tool_call>",
+    "minimax-m2": '<minimax:tool_call><invoke name="say"><parameter name="text">rm -r build\n'
+    "</minimax:tool_call>",
+}
+TEXTS = ["ls -la, then pwd", "grep -r '</arg_value>' .", "rm -r build"]
+
+
+@pytest.mark.parametrize("name", SHORTENED)
+def test_an_argument_of_which_a_part_is_lost_is_not_executed(name: str):
+    turn = parse(f"sglang:{name}", SHORTENED[name])
+    assert all(call.arguments["text"] in TEXTS[:2] for call in turn.calls)
+
+
+def test_a_text_behind_a_reference_stays_a_text():
+    tool = schema("say", text={"$ref": "#/$defs/Year"})
+    tool.function.parameters["$defs"] = {"Year": {"type": "string"}}
+    parser = get_tool_parser("sglang:qwen3_coder")
+    [call] = parser.parse(qwen3_coder(("say", {"text": "2024"})), tools=[tool]).calls
+    assert call.arguments == {"text": "2024"}
+
+
 def test_a_text_without_calls_stays_as_it_is():
     text = " The answer is 42, `x` < 3 and it's {so}.\n"
     turns = {name: parse(f"sglang:{name}", text) for name in usable()}
