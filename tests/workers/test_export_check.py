@@ -11,13 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from agentrl.config import parse_config
 from agentrl.errors import CheckpointError
+from agentrl.trainer.setup.plugins import load_plugins
+from agentrl.trainer.setup.rollout_setup import probe_model
 from agentrl.workers import export
 from agentrl.workers.distributed import World
 from agentrl.workers.export import export_adapter, export_hf
 from agentrl.workers.export_check import WrittenTensor, find_config_damage, find_damage
 from agentrl.workers.model import PolicyModel
-from tests.fakes.plugins import tiny_tokenizer
+from tests.fakes.plugins import CHAT_TEMPLATE, tiny_tokenizer
 from tests.fakes.training import make_lora_policy, make_policy
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -157,6 +160,24 @@ def test_templates_of_an_earlier_export_do_not_stay(policy: PolicyModel, tmp_pat
     export_hf(policy, tiny_tokenizer(), tmp_path / "out")
     found = AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert found == tiny_tokenizer().chat_template
+
+
+@pytest.mark.parametrize("kind", ["merged", "adapter"])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_export_has_the_chat_template_of_the_run(
+    kind: str, is_file: bool, world: World, tmp_path: Path
+):
+    template = "{{ '' }}" + CHAT_TEMPLATE
+    (tmp_path / "own.jinja").write_text(template, encoding="utf-8")
+    model = {
+        "path": str(save_tokenizer(tmp_path / "model")),
+        "custom_chat_template": str(tmp_path / "own.jinja") if is_file else template,
+    }
+    config = parse_config({"data": {"train_files": ["rows.jsonl"]}, "model": model})
+    tokenizer = probe_model(config, load_plugins(config)).tokenizer
+    write = export_hf if kind == "merged" else export_adapter
+    write(make_lora_policy(world), tokenizer, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == template
 
 
 def save_tokenizer(folder: Path) -> Path:
