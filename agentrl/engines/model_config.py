@@ -67,6 +67,30 @@ def find_length_border(config: Any) -> int | None:
     return min(borders, default=None)
 
 
+def check_lengths(config: Any, longest: int, *, key: str, lengths: str) -> None:
+    """Refuse a model that computes a short sequence differently next to a long one.
+
+    Args:
+        config: A Hugging Face configuration.
+        longest: Tokens of the longest sequence that may be computed.
+        key: The key of the model.
+        lengths: The keys that limit the length.
+
+    Raises:
+        ConfigError: if sequences may be on both sides of the border.
+    """
+    border = find_length_border(config)
+    if border is not None and longest > border:
+        raise ConfigError(
+            f"the rotary factors of this {config.model_type} depend on the longest sequence of a "
+            f"batch if one has more than {border} tokens, and the run allows {longest}: the same "
+            "tokens would have other log-probabilities in another batch, with every engine",
+            key=key,
+            expected=f"{lengths} of at most {border} tokens, or rope_parameters of fixed factors "
+            "(yarn) in model.override_config",
+        )
+
+
 def _error(config: Any, found: str, expected: str) -> ConfigError:
     return ConfigError(
         f"a {config.model_type} configuration has {found}", key="model.path", expected=expected

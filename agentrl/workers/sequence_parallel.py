@@ -40,7 +40,9 @@ def check_heads(config: PretrainedConfig, num_ranks: int, *, section: str = "act
     usable = [
         size
         for size in range(1, heads + 1)
-        if all(own % size == 0 and (keys % size == 0 or size % keys == 0) for own, keys, _ in shapes)
+        if all(
+            own % size == 0 and (keys % size == 0 or size % keys == 0) for own, keys, _ in shapes
+        )
     ]
     if num_ranks not in usable:
         raise ConfigError(
