@@ -1,7 +1,7 @@
 """Small random models of every family of decoders that transformers has.
 
 A row says what agentrl does with a family: it is trained and sampled by the embedded engine,
-trained only (another engine must sample), or refused. Values are tiny; the structure (rotary
+only trained (another engine must sample), or refused. Values are tiny; the structure (rotary
 kinds, windows, experts, shared keys, head widths) is that of the released models.
 """
 
@@ -98,6 +98,9 @@ class Family:
 
 
 MIXES = "share a prefix|in one micro-batch|keep sequences apart|does not pass the attention plan"
+STATE = "layers of the type"
+OWN = "by code of their own"
+LATENT_KEYS = "keys .* and values .* do not fit"
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("qwen2"),
     "qwen2_window": Family("qwen2", {"use_sliding_window": True, **WINDOW}),
@@ -158,7 +161,7 @@ FAMILIES: dict[str, Family] = {
                 "original_max_position_embeddings": 16,
             },
         },
-    ),  # fmt: skip
+    ),
     "starcoder2": Family("starcoder2", {"sliding_window": 8}),
     "phi": Family("phi"),
     "phi3": Family("phi3"),
@@ -246,13 +249,11 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
         "deepseek_v2",
         {**DEEPSEEK, **LATENT, "topk_method": "greedy"},
-        not_sampled="keys .* and values",
+        not_sampled=LATENT_KEYS,
     ),
-    "deepseek_v3": Family("deepseek_v3", {**DEEPSEEK, **LATENT}, not_sampled="keys .* and values"),
-    "glm4_moe_lite": Family(
-        "glm4_moe_lite", {**DEEPSEEK, **LATENT}, not_sampled="keys .* and values"
-    ),
-    "youtu": Family("youtu", {**LATENT}, not_sampled="keys .* and values"),
+    "deepseek_v3": Family("deepseek_v3", {**DEEPSEEK, **LATENT}, not_sampled=LATENT_KEYS),
+    "glm4_moe_lite": Family("glm4_moe_lite", {**DEEPSEEK, **LATENT}, not_sampled=LATENT_KEYS),
+    "youtu": Family("youtu", {**LATENT}, not_sampled=LATENT_KEYS),
     "gemma2": Family("gemma2", {**WINDOW, "head_dim": 8}, MIXES, "capped"),
     "vaultgemma": Family("vaultgemma", {**WINDOW, "head_dim": 8}, MIXES, "capped"),
     "gpt_oss": Family("gpt_oss", {**WINDOW, **EXPERTS, "head_dim": 8}, "sinks", "sinks"),
@@ -269,7 +270,7 @@ FAMILIES: dict[str, Family] = {
             "linear_value_head_dim": 8,
         },
         MIXES,
-        "state",
+        STATE,
     ),
     "qwen3_5": Family(
         "qwen3_5_text",
@@ -282,7 +283,7 @@ FAMILIES: dict[str, Family] = {
             "linear_value_head_dim": 8,
         },
         MIXES,
-        "state",
+        STATE,
     ),
     "falcon_h1": Family(
         "falcon_h1",
@@ -294,9 +295,9 @@ FAMILIES: dict[str, Family] = {
             "mamba_n_groups": 1,
         },
         MIXES,
-        "state",
+        STATE,
     ),
-    "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}, MIXES, "state"),
+    "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}, MIXES, STATE),
     "jamba": Family(
         "jamba",
         {
@@ -307,7 +308,7 @@ FAMILIES: dict[str, Family] = {
             "use_mamba_kernels": False,
         },
         MIXES,
-        "state",
+        STATE,
     ),
     "nemotron_h": Family(
         "nemotron_h",
@@ -320,7 +321,7 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 8,
         },
         MIXES,
-        "state",
+        STATE,
     ),
     "llama4": Family(
         "llama4_text",
@@ -335,9 +336,9 @@ FAMILIES: dict[str, Family] = {
         MIXES,
         "chunked_attention",
     ),
-    "nemotron": Family("nemotron", {}, MIXES, "own"),
+    "nemotron": Family("nemotron", {}, MIXES, OWN),
     "stablelm": Family("stablelm", {}, MIXES),
-    "falcon": Family("falcon", {"new_decoder_architecture": False}, MIXES, "own"),
+    "falcon": Family("falcon", {"new_decoder_architecture": False}, MIXES, OWN),
     "gpt_neo": Family(
         "gpt_neo",
         {
@@ -347,7 +348,16 @@ FAMILIES: dict[str, Family] = {
             "window_size": 8,
         },
         MIXES,
-        "own",
+        OWN,
+    ),
+    "bloom": Family("bloom", {"n_layer": 2, "n_head": 4}, MIXES, OWN),
+    "mpt": Family(
+        "mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 99}, MIXES, "own"
+    ),
+    "rwkv": Family("rwkv", {"context_length": 99}, MIXES, OWN),
+    "minicpm3": Family("minicpm3", {**LATENT}, not_sampled=LATENT_KEYS),
+    "mla_of_equal_widths": Family(
+        "deepseek_v3", {**DEEPSEEK, **LATENT, "v_head_dim": 16}, not_sampled=LATENT_KEYS
     ),
 }
 """By name: the families that were tried, and how each ended."""
