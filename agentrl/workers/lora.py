@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
@@ -318,12 +318,16 @@ def _insert(lm: PreTrainedModel, config: Any, key: str, *, with_copy: bool = Fal
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Linear
 
+    # peft takes `gate_proj` of these families for the name that experts had before transformers 5.
+    own_config, lm.config = lm.config, PretrainedConfig()
     try:
         for adapter in (AT_START, TRAINED) if with_copy else (TRAINED,):  # the last is active
             inject_adapter_in_model(config, lm, adapter_name=adapter, low_cpu_mem_usage=True)
             del lm.peft_config  # nothing reads it, and peft warns if the model has one
     except ValueError as error:
         raise ConfigError(f"peft cannot insert the adapter: {error}", key=key) from error
+    finally:
+        lm.config = own_config
     tower = tower_modules(lm)
     for name, module in lm.named_modules():
         if not hasattr(module, "lora_A"):

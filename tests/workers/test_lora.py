@@ -489,6 +489,7 @@ def test_policy_without_lora_has_no_adapters(world: World, tmp_path: Path):
 DECODERS = [name for name, family in FAMILIES.items() if not family.refused]
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 @pytest.mark.parametrize("name", DECODERS)
 def test_all_linear_is_all_linear_modules_of_any_family(name: str):
     with torch.device("meta"):
