@@ -1,5 +1,6 @@
 """The attention heads of a model, from its configuration."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from agentrl.engines.model_config import read_attribute, read_per_layer
@@ -15,7 +16,7 @@ class AttentionShape(NamedTuple):
     head_dim: int
 
     @classmethod
-    def of_layers(cls, config: Any) -> "list[AttentionShape]":
+    def of_layers(cls, config: Any) -> "Sequence[AttentionShape]":
         """Read a Hugging Face configuration; of a multimodal model, that of its language part.
 
         Returns:

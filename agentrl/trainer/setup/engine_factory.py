@@ -115,12 +115,10 @@ def check_model_config(
 def check_sampled(config: RunConfig, found: PretrainedConfig) -> None:
     """Refuse a model that the chosen engine cannot run; read no weights.
 
-    An implementation of attention that the run file names may do what those chosen here cannot.
-
     Raises:
         ConfigError: with the reason, and the engine that can.
     """
-    if choose_engine(config) == "transformers" and not config.rollout.engine.transformers.attention:
+    if choose_engine(config) == "transformers":
         check_embedded(found)
 
 
