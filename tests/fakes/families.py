@@ -100,7 +100,7 @@ class Family:
 MIXES = "share a prefix|in one micro-batch|keep sequences apart|does not pass the attention plan"
 STATE = "layers of the type"
 OWN = "by code of their own"
-LATENT_KEYS = "keys .* and values .* do not fit"
+LATENT_KEYS = "keys and values of .* do not fit"
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("qwen2"),
     "qwen2_window": Family("qwen2", {"use_sliding_window": True, **WINDOW}),
@@ -225,7 +225,7 @@ FAMILIES: dict[str, Family] = {
             "hidden_size_per_layer_input": 0,
             "vocab_size_per_layer_input": VOCAB_SIZE,
         },
-        not_sampled="keys of different sizes",
+        not_sampled="keys and values of 1 x 16 and 2 x 8",
     ),
     "gemma3n_text": Family(
         "gemma3n_text",

@@ -39,6 +39,6 @@ def test_rows_that_share_no_prefix_are_reported_if_the_run_asks_for_it(world: Wo
     policy.noise = ["attention_dropout"]
     (note,) = find_unshared(asked, policy)
     assert "has no effect: the update has dropout" in note
-    policy.kernel = SdpaKernel()
+    policy.noise, policy.kernel = (), SdpaKernel()
     (note,) = find_unshared(asked, policy)
     assert "attention is scaled_dot_product_attention" in note

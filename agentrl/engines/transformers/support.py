@@ -7,11 +7,10 @@ would write to the cache.
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -28,11 +27,10 @@ from agentrl.errors import ConfigError
 _RECORDER = "agentrl_recorder"
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
+class _Layer(NamedTuple):
     """What a layer gives to its attention function."""
 
-    index: int
+    layer: int
     keys: tuple[int, int]
     """Heads, and numbers of each."""
     values: tuple[int, int]
@@ -66,20 +64,15 @@ def _find_reason(config: PretrainedConfig) -> str | None:
     layers = _record_layers(lm)
     if layers is None:
         return None  # not computable without memory: the first step shows it
-    if {layer.index for layer in layers} != set(range(read_attribute(config, "num_hidden_layers"))):
+    if {layer.layer for layer in layers} != set(range(read_attribute(config, "num_hidden_layers"))):
         return "layers compute attention by code of their own, which does not read the paged cache"
     if extras := sorted({extra for layer in layers for extra in layer.extras}):
         return f"its attention has {' and '.join(extras)}"
-    if len(shapes := sorted({layer.keys for layer in layers})) > 1:
-        found = " and ".join(f"{heads} x {width}" for heads, width in shapes)
-        return f"its layers have keys of different sizes ({found}), and its cache has one"
     _, heads, width = AttentionShape.widest(config)
-    for layer in layers:
-        if {layer.keys, layer.values} != {(heads, width)}:
-            return (
-                f"keys of {layer.keys[0]} x {layer.keys[1]} numbers and values of "
-                f"{layer.values[0]} x {layer.values[1]} do not fit into its cache"
-            )
+    sizes = {size for layer in layers for size in (layer.keys, layer.values)}
+    if sizes != {(heads, width)}:
+        found = " and ".join(f"{number} x {size}" for number, size in sorted(sizes))
+        return f"keys and values of {found} numbers do not fit into its cache of {heads} x {width}"
     return None
 
 
@@ -118,27 +111,14 @@ def _record_layers(lm: PreTrainedModel) -> Sequence[_Layer] | None:
 
 
 def _record(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
     """Record a layer (the attention interface of transformers), and return numbers of its shape."""
-    extras = {"attention sinks": kwargs.get("s_aux"), "capped scores": kwargs.get("softcap")}
-    index: Any = module.layer_idx
-    record: Any = kwargs.get("attention_record", [])
-    record.append(
-        _Layer(
-            index,
-            (key.shape[1], key.shape[3]),
-            (value.shape[1], value.shape[3]),
-            tuple(name for name, given in extras.items() if given is not None),
-        )
-    )
-    shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-    return query.new_empty(shape), None
+    given = {"attention sinks": kwargs.get("s_aux"), "capped scores": kwargs.get("softcap")}
+    extras = tuple(name for name, what in given.items() if what is not None)
+    sizes = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
+    kwargs.get("attention_record", []).append(_Layer(module.layer_idx, *sizes, extras))
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 AttentionInterface.register(_RECORDER, _record)

@@ -87,7 +87,7 @@ class ModelCost:
     def of(cls, policy: PolicyModel) -> Self:
         """Count the weights of a model; sharded ones count as a whole."""
         lm: Any = policy.lm
-        config, shapes = policy.text_config, AttentionShape.of_layers(policy.config)
+        config, shapes = policy.text_config, AttentionShape.of_layers(policy.text_config)
         embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
         is_tied = head is not None and head.weight is embedding.weight
         left_out = set(map(id, tower_weights(lm)))
