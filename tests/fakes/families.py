@@ -337,7 +337,7 @@ FAMILIES: dict[str, Family] = {
         "chunked_attention",
     ),
     "nemotron": Family("nemotron", {}, MIXES, OWN),
-    "stablelm": Family("stablelm", {}, MIXES),
+    "stablelm": Family("stablelm", {}, MIXES, OWN),
     "falcon": Family("falcon", {"new_decoder_architecture": False}, MIXES, OWN),
     "gpt_neo": Family(
         "gpt_neo",
@@ -352,7 +352,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "bloom": Family("bloom", {"n_layer": 2, "n_head": 4}, MIXES, OWN),
     "mpt": Family(
-        "mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 99}, MIXES, "own"
+        "mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 99}, MIXES, OWN
     ),
     "rwkv": Family("rwkv", {"context_length": 99}, MIXES, OWN),
     "minicpm3": Family("minicpm3", {**LATENT}, not_sampled=LATENT_KEYS),

@@ -96,13 +96,10 @@ def _record_layers(lm: PreTrainedModel) -> Sequence[_Layer] | None:
     """Run the language part; None if that is not possible without memory."""
     layers: list[_Layer] = []
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    if not lm._supports_attention_backend:
+        return layers
     try:
         lm.set_attn_implementation(_RECORDER)
-    except (ValueError, KeyError):
-        return layers
-    if lm.config.get_text_config()._attn_implementation != _RECORDER:
-        return layers
-    try:
         with torch.no_grad():
             run_body(lm, ids, ids, attention_record=layers)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
