@@ -7,10 +7,11 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.commands.run_file import RunFile
-from agentrl.config import check_model_length, comment, describe, naming_origin
+from agentrl.config import comment, describe, naming_origin
 from agentrl.config.problems import naming_file
 from agentrl.trainer.components import check_names_and_engine
 from agentrl.trainer.setup.datasets import load_run_data
+from agentrl.trainer.setup.engine_factory import check_model_config, check_sampled
 from agentrl.trainer.setup.huggingface import quiet_libraries
 from agentrl.trainer.setup.preflight import is_made_later
 from agentrl.trainer.setup.rollout_setup import make_rollout_setup, probe_model
@@ -41,8 +42,9 @@ def explain_config(file: RunFile, console: Console) -> None:
             f"template and data: not checked, `prepare` must first make {', '.join(missing)}"
         )
     if (Path(config.model.path) / "config.json").is_file():
-        positions = load_hf_config(config.model).get_text_config().max_position_embeddings
-        check_model_length(config, positions, file=file.path)
+        found = load_hf_config(config.model)
+        check_model_config(config, found, file=file.path)
+        check_sampled(config, found)
     probed = probe_model(config, plugins)
     table = Table("chat template", "finding", show_lines=False)
     for what, finding in probed.report.describe():

@@ -11,7 +11,7 @@ from torch import nn
 
 from agentrl.commands.run_file import RunFile
 from agentrl.commands.train import PreparedRun, open_run
-from agentrl.config import RunConfig, check_model_length
+from agentrl.config import RunConfig
 from agentrl.data.rows import Prompt
 from agentrl.engines import Engine
 from agentrl.errors import DataError
@@ -26,6 +26,8 @@ from agentrl.trainer.setup.engine_factory import (
     announce_start,
     build_engine,
     build_scripted_engine,
+    check_model_config,
+    check_sampled,
     choose_engine,
 )
 from agentrl.trainer.setup.preflight import claim_file, claim_prepared
@@ -37,7 +39,7 @@ from agentrl.trainer.setup.rollout_setup import (
     probe_model,
 )
 from agentrl.workers.distributed import World
-from agentrl.workers.load import load_causal_lm, resolve_dtype
+from agentrl.workers.load import load_causal_lm, load_hf_config, resolve_dtype
 from agentrl.workers.rng import seed_everything
 from agentrl.workers.tokenizer import check_tokenizer
 
@@ -127,9 +129,11 @@ def load_engine(config: RunConfig, setup: RolloutSetup, world: World) -> Engine:
     """Load the configured engine with the model's weights, without a trainer."""
     if choose_engine(config) == "scripted":
         return build_scripted_engine(config, setup.tokenizer)
+    hf_config = load_hf_config(config.model)
+    check_tokenizer(setup.tokenizer, hf_config)
+    check_model_config(config, hf_config)
+    check_sampled(config, hf_config)
     model = load_causal_lm(config.model)
-    check_tokenizer(setup.tokenizer, model.config)
-    check_model_length(config, model.config.get_text_config().max_position_embeddings)
     nn.Module.to(model, device=world.device, dtype=resolve_dtype(config.model, world.device))
     return build_engine(config, model, setup.tokenizer, device=world.device)
 

@@ -22,6 +22,7 @@ from agentrl.config.schema.run import ModelConfig, RunConfig
 from agentrl.config.schema.training import ActorConfig, FsdpConfig, UpdateConfig
 from agentrl.doctor.report import Checked, SkipCheckError
 from agentrl.engines.attention_shape import AttentionShape
+from agentrl.engines.model_config import read_attribute, read_per_layer
 from agentrl.engines.transformers.cache_size import CACHE_MEMORY_FRAC, CONTIGUOUS_SHARE
 from agentrl.trainer.components import needs_critic
 from agentrl.trainer.setup.engine_factory import choose_engine
@@ -148,11 +149,11 @@ class ModelSize:
         sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in decoder]
         trained = [weight for weight in lm.parameters() if weight.requires_grad]
         matrices = {w for layer in layers for w in layer.parameters() if w.ndim > 1}
-        text = config.get_text_config()
-        attention = AttentionShape.of(text)
-        experts = getattr(text, "num_experts_per_tok", None) or 1
-        width = getattr(text, "moe_intermediate_size", None)
-        width = width or getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        hidden = read_attribute(config, "hidden_size")
+        attention = AttentionShape.widest(config)
+        experts = max(read_per_layer(config, "num_experts_per_tok", 1))
+        width = max(read_per_layer(config, "moe_intermediate_size", 0))
+        width = width or max(read_per_layer(config, "intermediate_size", 4 * hidden))
         return cls(
             num_weights=sum(weight.numel() for weight in lm.parameters()),
             trained_weights=sum(weight.numel() for weight in trained),
@@ -162,7 +163,7 @@ class ModelSize:
             layer_weights=max(sizes),
             matrix_weights=sum(weight.numel() for weight in trained if weight in matrices),
             num_layers=len(decoder),
-            hidden=text.hidden_size,
+            hidden=hidden,
             intermediate=experts * width,
             query_width=attention.query_width,
             key_width=attention.key_width,

@@ -2,11 +2,11 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from agentrl.config.checks import check_model_length
 from agentrl.config.schema.run import RunConfig
 from agentrl.doctor.machine import nearest_folder
 from agentrl.doctor.memory import critic_size
 from agentrl.doctor.report import Checked
+from agentrl.engines.model_config import read_attribute
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.trainer.components import (
     count_weights,
@@ -16,6 +16,7 @@ from agentrl.trainer.components import (
     needs_critic,
 )
 from agentrl.trainer.setup.datasets import RunData
+from agentrl.trainer.setup.engine_factory import check_model_config, check_sampled
 from agentrl.trainer.setup.plugins import Plugins
 from agentrl.trainer.setup.preflight import (
     check_disk_space,
@@ -52,10 +53,11 @@ def check_tokenizer_files(config: RunConfig) -> Checked[PreTrainedTokenizerBase]
     check_model_folders(config)
     tokenizer, model = load_tokenizer(config.model), load_hf_config(config.model)
     check_tokenizer(tokenizer, model)
-    num_positions = model.get_text_config().max_position_embeddings
-    check_model_length(config, num_positions)
+    check_model_config(config, model)
+    check_sampled(config, model)
+    positions = read_attribute(model, "max_position_embeddings", "any number of")
     found = f"{type(tokenizer).__name__}, {len(tokenizer)} tokens; {model.model_type}, "
-    found += f"{num_positions} positions"
+    found += f"{positions} positions"
     doubts = find_disagreements(tokenizer, model, config.model.path)
     return Checked(tokenizer, found, tuple(doubts))
 

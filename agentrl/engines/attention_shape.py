@@ -1,6 +1,9 @@
 """The attention heads of a model, from its configuration."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from agentrl.engines.model_config import read_attribute, read_per_layer
 
 
 class AttentionShape(NamedTuple):
@@ -13,19 +16,30 @@ class AttentionShape(NamedTuple):
     head_dim: int
 
     @classmethod
-    def of(cls, config: Any) -> "AttentionShape":
+    def of_layers(cls, config: Any) -> "Sequence[AttentionShape]":
         """Read a Hugging Face configuration; of a multimodal model, that of its language part.
 
+        Returns:
+            The shape of each layer.
+
         Raises:
-            AttributeError: if the model has no attention.
+            ConfigError: if the model has no attention.
         """
-        text = config.get_text_config()
-        heads = text.num_attention_heads
-        return cls(
-            num_heads=heads,
-            num_key_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        )
+        count = read_attribute(config, "num_hidden_layers")
+        heads = read_per_layer(config, "num_attention_heads")
+        key_heads = read_per_layer(config, "num_key_value_heads", 0)
+        widths = read_per_layer(config, "head_dim", 0)
+        found = zip(heads, key_heads, widths, strict=True)
+        shapes = [
+            cls(own, keys or own, width or read_attribute(config, "hidden_size") // own)
+            for own, keys, width in found
+        ]
+        return shapes if len(shapes) == count else shapes * count
+
+    @classmethod
+    def widest(cls, config: Any) -> "AttentionShape":
+        """Return the shape of the layer with the widest queries."""
+        return max(cls.of_layers(config), key=lambda shape: shape.query_width)
 
     @property
     def query_width(self) -> int:

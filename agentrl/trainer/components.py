@@ -10,7 +10,6 @@ from torch import nn
 
 from agentrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
 from agentrl.config import Purpose
-from agentrl.config.checks import check_model_length
 from agentrl.config.conflicts import longest_sequence
 from agentrl.config.dead_keys import find_dead_keys_here, find_placement_keys, set_keys
 from agentrl.config.schema.run import RunConfig
@@ -40,7 +39,9 @@ from agentrl.trainer.setup.engine_factory import (
     announce_start,
     build_engine,
     check_engine,
+    check_model_config,
     check_offload,
+    check_sampled,
     choose_engine,
     describe_engine,
 )
@@ -66,10 +67,10 @@ from agentrl.trainer.state.resume import has_steps_to_resume, start_date
 from agentrl.trainer.state.run_folder import removing_failed_start
 from agentrl.trainer.tracing.profiler import find_idle_profiles
 from agentrl.workers.actor import Actor
-from agentrl.workers.attention import has_dropout
 from agentrl.workers.critic import Critic
 from agentrl.workers.distributed import World, start_world
 from agentrl.workers.load import load_hf_config, load_policy
+from agentrl.workers.lora import frozen_experts_share
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.reward_model import RewardModel, make_classifier, make_encoder
 from agentrl.workers.rng import choose_exact_kernels, seed_everything
@@ -221,7 +222,7 @@ def build_components(
     num_batches = order.num_batches(config.prompts_per_rollout)
     total_steps = count_steps(config, num_batches)
     record = DataRecord.of(config, data, setup)
-    run_logger.notes([*check_rows(record, config), *check_model(config, setup)])
+    run_logger.notes([*check_rows(record, config), *check_model(config, setup, given)])
     profiler = config.trainer.profiler
     run_logger.notes(
         [
@@ -252,7 +253,7 @@ def build_components(
     if pool is not None and scores_alone(setup.plugins.rewards):
         scores = WorkerScores(pool, setup.plugins.rewards)
         setup = replace(setup, plugins=replace(setup.plugins, rewards=scores))
-    is_before_update = needs_old_log_probs(config) or has_dropout(policy.lm)
+    is_before_update = needs_old_log_probs(config) or bool(policy.noise)
     return TrainerComponents(
         world=world,
         run_logger=run_logger,
@@ -343,6 +344,17 @@ def check_policy(
         Notes for the user.
     """
     yield from find_unshared(config, policy)
+    if policy.adapters is not None and (share := frozen_experts_share(policy.lm)):
+        yield (
+            f"the experts ({share:.0%} of the weights) are frozen: they are stacked matrices, and "
+            "LoRA is for linear modules; without LoRA they are trained"
+        )
+    if policy.noise:
+        yield (
+            f"model.override_config.{policy.noise[0]} asks for noise: the update computes in "
+            "training mode, with all dropout of the model, so the ratio of the policy to itself is "
+            "not 1 and actor/ppo_kl is not 0 in the first mini-batch"
+        )
     key = "model.freeze_vision_tower"
     # false is the default of verl's run files, for every model.
     is_asked = key in set_keys(config) and config.model.freeze_vision_tower
@@ -362,7 +374,7 @@ def find_unshared(config: RunConfig, policy: PolicyModel) -> Iterator[str]:
         return
     if not limit:
         is_slow = f"attention is {policy.kernel.name}, which computes each row alone"
-        reason = "the model has dropout" if has_dropout(policy.lm) else is_slow
+        reason = "the update has dropout" if policy.noise else is_slow
         yield f"{key} has no effect: {reason}"
     elif limit < longest_sequence(config):
         yield f"{key}: rows of more than {limit} tokens share no prefix (sliding window)"
@@ -412,7 +424,7 @@ def start_engine(
     return engine
 
 
-def check_model(config: RunConfig, setup: RolloutSetup) -> list[str]:
+def check_model(config: RunConfig, setup: RolloutSetup, given: Given = NOTHING) -> list[str]:
     """Check a model's configuration against the tokenizer and the budgets; read no weights.
 
     Returns:
@@ -423,7 +435,9 @@ def check_model(config: RunConfig, setup: RolloutSetup) -> list[str]:
     """
     found = load_hf_config(config.model)
     check_tokenizer(setup.tokenizer, found)
-    check_model_length(config, found.get_text_config().max_position_embeddings)
+    check_model_config(config, found)
+    if given.engine is None:
+        check_sampled(config, found)
     notes = list(find_disagreements(setup.tokenizer, found, config.model.path))
     return [*notes, *setup.report.notes, *find_endless_turn(config, setup)]
 

@@ -8,12 +8,16 @@ also when gradient checkpointing recomputes a layer (a context variable would be
 the backward pass runs in another thread).
 """
 
+import re
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from agentrl.engines.model_config import PLAIN_LAYERS, read_attribute, read_per_layer
 from agentrl.errors import ConfigError
 from agentrl.workers.attention_kernels import AttentionInputs, PackedKernel, SdpaKernel
 from agentrl.workers.attention_plan import AttentionPlan
@@ -22,7 +26,7 @@ from agentrl.workers.sequence_parallel import SequenceShard
 PACKED_ATTENTION = "agentrl_packed"
 """The name under which transformers knows this attention."""
 
-_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+_NOISE = re.compile("drop(?!ping)|jitter|pdrop")
 
 
 def check_packable(config: PretrainedConfig) -> None:
@@ -34,8 +38,8 @@ def check_packable(config: PretrainedConfig) -> None:
     Raises:
         ConfigError: for recurrent or linear layers, and for capped attention logits.
     """
-    found = set(getattr(config, "layer_types", None) or []) - _SUPPORTED_LAYERS
-    if found or getattr(config, "attn_logit_softcapping", None):
+    found = set(read_attribute(config, "layer_types", ())) - PLAIN_LAYERS - {"attention"}
+    if found or any(read_per_layer(config, "attn_logit_softcapping", None)):
         what = ", ".join(sorted(found)) or "attn_logit_softcapping"
         raise ConfigError(
             f"{config.model_type}: packed training cannot keep sequences apart in {what}",
@@ -47,22 +51,21 @@ def check_packable(config: PretrainedConfig) -> None:
 def max_sharing_length(lm: PreTrainedModel, kernel: PackedKernel) -> int:
     """Return the most tokens of a sequence that may share a prefix with others; 0: none may.
 
-    A longer sequence than the sliding window does not attend to its whole prefix. With dropout, the
-    sequences of a batch would drop the same parts of a prefix.
+    A longer sequence than the sliding window does not attend to its whole prefix.
     """
-    config = lm.config.get_text_config()
-    if not kernel.shares or has_dropout(lm):
+    if not kernel.shares:
         return 0
-    layers, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    has_window = layers is None or "sliding_attention" in layers
-    return window if has_window and isinstance(window, int) else sys.maxsize
+    layers = read_attribute(lm.config, "layer_types", ["sliding_attention"])
+    windows = read_per_layer(lm.config, "sliding_window", None)
+    given = [window for window in windows if isinstance(window, int)]
+    return min(given, default=sys.maxsize) if "sliding_attention" in layers else sys.maxsize
 
 
-def has_dropout(lm: PreTrainedModel) -> bool:
-    """Return whether the model computes something else in training than in evaluation."""
-    rates = [module.p for module in lm.modules() if isinstance(module, torch.nn.Dropout)]
-    configs = [lm.config, *(getattr(lm.config, name, None) for name in lm.config.sub_configs)]
-    return any(rates) or any(getattr(config, "attention_dropout", 0) for config in configs)
+def find_noise(overrides: Mapping[str, Any]) -> list[str]:
+    """Return the keys of `override_config` that make the update of a model draw random numbers."""
+    found = [key for key, value in overrides.items() if value and _NOISE.search(key)]
+    parts = [one for one in overrides.values() if isinstance(one, dict)]
+    return found + [key for one in parts for key in find_noise(one)]
 
 
 def packed_attention(

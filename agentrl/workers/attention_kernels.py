@@ -211,7 +211,7 @@ def _distance_to_reference(
     """Return the largest difference of results and gradients, for random inputs and both masks."""
     # A model without heads does not call the kernel; it is refused for mixing sequences.
     has_heads = hasattr(config.get_text_config(), "num_attention_heads")
-    shape = AttentionShape.of(config) if has_heads else AttentionShape(1, 1, 16)
+    shape = AttentionShape.widest(config) if has_heads else AttentionShape(1, 1, 16)
     heads, groups, size = shape
     draw = torch.Generator().manual_seed(0)
     shapes = [(_PROBED.ends[-1], count, size) for count in (heads, groups, groups, heads)]

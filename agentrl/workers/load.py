@@ -1,12 +1,15 @@
 """Loading of Hugging Face models: configuration, weights, dtype."""
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,6 +18,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
@@ -22,6 +26,7 @@ from agentrl.engines.tied_head import is_tied
 from agentrl.engines.vision import check_vision, has_vision
 from agentrl.errors import ConfigError
 from agentrl.media.processor import MediaProcessor
+from agentrl.workers.attention import find_noise
 from agentrl.workers.base_files import BaseFiles
 from agentrl.workers.distributed import World
 from agentrl.workers.lora import inject_adapters
@@ -91,13 +96,33 @@ def load_policy(
     )
     policy.base = base
     policy.offloads_activations = config.enable_activation_offload and world.device.type != "cpu"
+    policy.noise = find_noise(config.override_config)
     return policy
 
 
 def enable_checkpointing(lm: PreTrainedModel) -> None:
-    """Recompute each layer's activations in the backward pass."""
-    enable = getattr(lm, "activation_checkpointing_enable", None)  # named so from 5.23 on
-    (enable or lm.gradient_checkpointing_enable)({"use_reentrant": False})
+    """Recompute each layer's activations in the backward pass.
+
+    The library does so only in training mode, which has dropout (see `PackedModel.train`).
+
+    Raises:
+        ConfigError: if the model has no layers of the library's kind.
+    """
+    layers = [one for one in lm.modules() if isinstance(one, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"the layers of {type(lm).__name__} cannot be computed again",
+            key="model.enable_gradient_checkpointing",
+            expected="false",
+        )
+    for layer in layers:
+        layer.forward = partial(_run_again, layer.forward)
+
+
+def _run_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def load_hf_config(config: ModelConfig) -> PretrainedConfig:

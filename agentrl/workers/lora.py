@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
@@ -27,6 +27,7 @@ from agentrl.config.schema.run import ModelConfig
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.plugins.environment import install_command
 from agentrl.workers.distributed import World
+from agentrl.workers.optim import is_matrix
 from agentrl.workers.shards import full_tensor, local_slice
 from agentrl.workers.vision_tower import tower_modules
 from agentrl.workers.weight_files import allocate, digest_weights, is_adapter
@@ -207,7 +208,7 @@ def _make_config(lm: PreTrainedModel, config: ModelConfig) -> Any:
     return LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
-        target_modules=_shorten(names, _linear_names(lm)),
+        target_modules=_shorten(names, [name for name, _ in lm.named_modules()]),
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=config.path,
     )
@@ -267,11 +268,27 @@ def _match(
     return found
 
 
-def _shorten(names: Sequence[str], linear: Sequence[str]) -> list[str]:
-    """Return the last parts of names if they select the same modules: some engines need these."""
-    ends = {name.rpartition(".")[2] for name in names}
-    selected = [name for name in linear if name.rpartition(".")[2] in ends]
-    return sorted(ends) if sorted(selected) == sorted(names) else list(names)
+def _shorten(names: Sequence[str], every: Sequence[str]) -> list[str] | str:
+    """Return the last parts of names if they select the same modules: some engines need these.
+
+    peft compares with the end of the name of every module. If whole names are the end of others
+    too, they become a regular expression, which peft compares with whole names.
+    """
+
+    def selected(ends: Collection[str]) -> set[str]:
+        return {one for one in every for end in ends if f".{one}".endswith(f".{end}")}
+
+    for ends in (sorted({name.rpartition(".")[2] for name in names}), list(names)):
+        if selected(ends) == set(names):
+            return ends
+    return "|".join(map(re.escape, names))
+
+
+def frozen_experts_share(lm: PreTrainedModel) -> float:
+    """Return the share of the weights in stacks of experts, which no adapter is for."""
+    sizes = [(weight.numel(), is_matrix(n, weight) and weight.ndim == 3)
+             for n, weight in lm.named_parameters() if not is_adapter(n)]  # fmt: skip
+    return sum(size for size, is_stack in sizes if is_stack) / sum(size for size, _ in sizes)
 
 
 def _linear_names(lm: PreTrainedModel) -> list[str]:
@@ -301,12 +318,16 @@ def _insert(lm: PreTrainedModel, config: Any, key: str, *, with_copy: bool = Fal
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Linear
 
+    # peft takes `gate_proj` of these families for the name that experts had before transformers 5.
+    own_config, lm.config = lm.config, PretrainedConfig()
     try:
         for adapter in (AT_START, TRAINED) if with_copy else (TRAINED,):  # the last is active
             inject_adapter_in_model(config, lm, adapter_name=adapter, low_cpu_mem_usage=True)
             del lm.peft_config  # nothing reads it, and peft warns if the model has one
     except ValueError as error:
         raise ConfigError(f"peft cannot insert the adapter: {error}", key=key) from error
+    finally:
+        lm.config = own_config
     tower = tower_modules(lm)
     for name, module in lm.named_modules():
         if not hasattr(module, "lora_A"):

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +109,8 @@ class PackedModel(nn.Module):
         self.stored_dtype = stored_dtype or lm.dtype
         self.offload: OffloadedMemory | None = None
         self.offloads_activations = False
+        self.noise: Sequence[str] = ()
+        """The keys by which the run asks for dropout and the like in the update."""
 
     def place(
         self, fsdp: FsdpConfig, files: WeightFiles | None, adapters: Adapters | None = None
@@ -211,9 +213,20 @@ class PackedModel(nn.Module):
                 "transformers and reads position_ids",
             )
 
+    def train(self, mode: bool = True) -> Self:
+        """Compute as in evaluation also in the update, unless the run asks for noise.
+
+        The ratio of a first mini-batch is 1 then, and layout is invisible.
+        """
+        return super().train(mode and bool(self.noise))
+
     def max_sharing_length(self, *, share_prefixes: bool) -> int:
-        """Return the most tokens of a row that shares prefixes with others; 0: none does."""
-        return max_sharing_length(self.lm, self.kernel) if share_prefixes else 0
+        """Return the most tokens of a row that shares prefixes with others; 0: none does.
+
+        With dropout, the rows of a batch would drop the same parts of a prefix.
+        """
+        shares = share_prefixes and not self.noise
+        return max_sharing_length(self.lm, self.kernel) if shares else 0
 
     def on_device(self) -> AbstractContextManager[None]:
         """Have the weights in their own memory while the block runs (`param_offload`)."""

@@ -17,12 +17,18 @@ _MAX_ELEMENTS = 1 << 20
 """Of a stack. Larger products gain nothing from a stack, and each stack is a copy."""
 
 
-class StackedMuon(torch.optim.Muon):
+class StackedMuon(torch.optim.Optimizer):
     """`torch.optim.Muon` for plain tensors, with less time between its products.
 
     The learning rate is adjusted to the shape as by `adjust_lr_fn="original"`; the momentum is
-    Nesterov's. Both are the defaults of torch, and there are no others.
+    Nesterov's. Both are the defaults of torch, and there are no others. A tensor of three
+    dimensions is a stack of matrices, one for each expert.
     """
+
+    def __init__(self, params: Any, *, lr: float, weight_decay: float) -> None:
+        # Not torch's constructor: it refuses stacks.
+        plain = torch.optim.Muon([torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay)
+        super().__init__(params, plain.defaults)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -41,13 +47,12 @@ class StackedMuon(torch.optim.Muon):
         buffers = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)  # pyright: ignore[reportPrivateImportUsage]
         ahead = torch._foreach_lerp(grads, buffers, momentum)  # pyright: ignore[reportPrivateImportUsage]
-        updates = _orthogonalize(
-            torch.stack([one.bfloat16() for one in ahead]),
-            group["ns_coefficients"],
-            group["ns_steps"],
-            group["eps"],
-        )
-        rows, columns = matrices[0].shape
+        rows, columns = matrices[0].shape[-2:]
+        stack = torch.stack([one.bfloat16() for one in ahead])
+        settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
+        flat = stack.view(-1, rows, columns)
+        parts = flat.split(max(1, _MAX_ELEMENTS // max(1, rows * columns)))
+        updates = torch.cat([_orthogonalize(part, *settings) for part in parts]).view_as(stack)
         adjusted = lr * math.sqrt(max(1, rows / columns))
         for matrix, update in zip(matrices, updates, strict=True):
             matrix.mul_(1 - lr * group["weight_decay"])

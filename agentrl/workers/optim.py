@@ -73,27 +73,30 @@ class PolicyOptimizer:
         self.world = world
         self.schedule = make_schedule(config, total_steps)
         self.num_steps = 0
-        matrices: list[TrainedWeight] = []  # Muon's; AdamW has the others
+        stacks: list[TrainedWeight] = []  # Muon's, with those that it gathers; AdamW has the others
+        matrices: list[TrainedWeight] = []
         others: list[TrainedWeight] = []
         for name, weight in named_weights:
-            if config.name == "muon" and weight.ndim == 2 and _LAYER.search(name):
-                local = _alias(weight) if world.is_alone else weight
-                matrices.append(TrainedWeight(name, weight, local))
+            if config.name == "muon" and is_matrix(name, weight):
+                # A shard of a stack has whole matrices, and one of a matrix has not.
+                is_whole = world.is_alone or weight.ndim == 3
+                local = _alias(weight) if is_whole else weight
+                (stacks if is_whole else matrices).append(TrainedWeight(name, weight, local))
             else:
                 others.append(TrainedWeight(name, weight, _alias(weight)))
-        if config.name == "muon" and not matrices:
+        if config.name == "muon" and not stacks + matrices:
             raise ConfigError(
                 "the model has no matrix in a numbered layer, which muon would train",
                 key="actor.optim.name",
                 expected="adamw",
             )
-        self.weights = matrices + others
+        self.weights = stacks + matrices + others
         self._parts: list[_Part] = []
-        if matrices:
-            group = {"params": [w.local for w in matrices], "base_lr": config.muon_lr}
-            kind = StackedMuon if world.is_alone else torch.optim.Muon
-            muon = kind([group], lr=config.muon_lr, weight_decay=config.weight_decay)
-            self._parts.append(_Part(matrices, muon, ("momentum_buffer",)))
+        for kind, trained in ((StackedMuon, stacks), (torch.optim.Muon, matrices)):
+            if trained:
+                group = {"params": [w.local for w in trained], "base_lr": config.muon_lr}
+                muon = kind([group], lr=config.muon_lr, weight_decay=config.weight_decay)
+                self._parts.append(_Part(trained, muon, ("momentum_buffer",)))
         if others:
             state_keys = ("exp_avg", "exp_avg_sq", "step")
             self._parts.append(_Part(others, _adamw(others, config), state_keys))
@@ -203,6 +206,16 @@ class _Part:
     weights: list[TrainedWeight]
     optimizer: torch.optim.Optimizer
     state_keys: tuple[str, ...]
+
+
+def is_matrix(name: str, weight: Tensor) -> bool:
+    """Return whether a weight is a matrix of a decoder layer, or a stack of them for experts.
+
+    The biases of stacked experts have two dimensions, and depthwise convolutions three.
+    """
+    if not _LAYER.search(name) or name.endswith("bias"):
+        return False
+    return weight.ndim == 2 or (weight.ndim == 3 and min(weight.shape[1:]) > 1)
 
 
 def make_schedule(config: OptimConfig, total_steps: int) -> Callable[[int], float]:

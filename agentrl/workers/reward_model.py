@@ -26,6 +26,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 from agentrl.clients.classify import ClassifyClient
 from agentrl.config.schema.reward import RewardModelConfig
 from agentrl.config.schema.run import ModelConfig
+from agentrl.engines.model_config import find_length_border, read_attribute
 from agentrl.engines.vision import has_vision
 from agentrl.errors import AgentRLError, ConfigError, Fault, RewardError, ServiceError
 from agentrl.messages import Message
@@ -320,8 +321,9 @@ def make_encoder(config: RewardModelConfig) -> ConversationEncoder:
         tokenizer = load_tokenizer(model)
         check_tokenizer(tokenizer, hf_config)
         template = ChatTemplate(tokenizer, custom_template=config.custom_chat_template)
-    allowed: int | None = getattr(hf_config, "max_position_embeddings", None)
-    limits = [limit for limit in (config.max_length, allowed) if limit is not None]
+    allowed = read_attribute(hf_config, "max_position_embeddings", None)
+    limits = (config.max_length, allowed, find_length_border(hf_config))
+    limits = [limit for limit in limits if limit is not None]
     return ConversationEncoder(template, min(limits, default=None), config)
 
 

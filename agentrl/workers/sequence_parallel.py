@@ -35,11 +35,14 @@ def check_heads(config: PretrainedConfig, num_ranks: int, *, section: str = "act
     Raises:
         ConfigError: with the numbers that can be used.
     """
-    heads, key_heads, _ = AttentionShape.of(config)
+    shapes = AttentionShape.of_layers(config)
+    heads, key_heads, _ = shapes[0]
     usable = [
         size
         for size in range(1, heads + 1)
-        if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+        if all(
+            own % size == 0 and (keys % size == 0 or size % keys == 0) for own, keys, _ in shapes
+        )
     ]
     if num_ranks not in usable:
         raise ConfigError(

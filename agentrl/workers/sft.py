@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from agentrl.config.schema.prepare import SftConfig
 from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
+from agentrl.engines.model_config import check_lengths
 from agentrl.engines.vision import has_vision
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.rollout.templates import ChatTemplate
@@ -24,7 +25,7 @@ from agentrl.workers.batches import split_micro_batches
 from agentrl.workers.demonstrations import Demonstration, Demonstrations, pad_demonstrations
 from agentrl.workers.distributed import World
 from agentrl.workers.export import export_hf
-from agentrl.workers.load import load_policy
+from agentrl.workers.load import load_hf_config, load_policy
 from agentrl.workers.model import PolicyModel, ScoringParams
 from agentrl.workers.optim import PolicyOptimizer
 from agentrl.workers.packing import PaddedRows, count_tokens, partition_balanced
@@ -108,6 +109,8 @@ def run_sft(
     )
     if model.custom_chat_template is not None:
         tokenizer.chat_template = template.structure.renderer.source  # which an export then has
+    hf_config = load_hf_config(model)
+    check_lengths(hf_config, config.max_length, key="model.path", lengths="max_length")
     policy = load_policy(model, world, FsdpConfig(), processor=processor)
     check_tokenizer(tokenizer, policy.config)
     dataset = Demonstrations(config, template, tools)

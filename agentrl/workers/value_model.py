@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import CriticModelConfig, FsdpConfig
 from agentrl.errors import ConfigError
+from agentrl.workers.attention import find_noise
 from agentrl.workers.distributed import World
 from agentrl.workers.load import (
     enable_checkpointing,
@@ -138,6 +139,7 @@ def load_value_model(
         enable_checkpointing(lm)
     value_model = ValueModel(lm, world, resolve_dtype(own, world.device), fsdp, files=files)
     value_model.offloads_activations = own.enable_activation_offload and world.device.type != "cpu"
+    value_model.noise = find_noise(own.override_config)
     return value_model
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from agentrl.cli import leave_rank
+from agentrl.config.schema.training import FsdpConfig
 from agentrl.errors import AgentRLError
 from agentrl.protocol import DataProto
 from agentrl.remote_io import Location, RemotePath
@@ -22,6 +23,7 @@ from agentrl.workers.checkpoint import RunState
 from agentrl.workers.checkpoint_writer import CheckpointWriter, copy_to_host
 from agentrl.workers.critic import Critic
 from agentrl.workers.distributed import World, start_world, stop_world
+from agentrl.workers.model import PolicyModel
 from agentrl.workers.shards import local_slice
 from agentrl.workers.snapshot import (
     find_latest,
@@ -31,12 +33,13 @@ from agentrl.workers.snapshot import (
     start_save,
     verify_together,
 )
+from tests.fakes.families import FAMILIES
 from tests.fakes.fault_runs import limit_file_size
 from tests.fakes.training import make_actor, make_batch, make_lora_policy, make_policy, random_rows
 from tests.fakes.value_equality import make_critic
 
-OPTIMIZERS = ("adamw", "muon", "lora", "critic")
-"""Optimizers, and with AdamW: LoRA, and a policy with a critic."""
+OPTIMIZERS = ("adamw", "muon", "muon_experts", "lora", "critic")
+"""Optimizers, Muon of experts, and with AdamW: LoRA, and a policy with a critic."""
 LARGE = 30_000
 """Bytes that a rank's file has at least."""
 
@@ -45,8 +48,11 @@ def new_actor(world: World, optimizer: str, *, seed: int = 0) -> Actor:
     """An actor without a step."""
     if optimizer == "lora":
         return make_actor(make_lora_policy(world, seed=seed), optim={"lr": 1e-2})
-    name = "adamw" if optimizer == "critic" else optimizer
+    name = "adamw" if optimizer == "critic" else optimizer.removesuffix("_experts")
     optim = {"name": name, "lr": 1e-2, "muon_lr": 1e-2}
+    if optimizer == "muon_experts":
+        lm = FAMILIES["qwen3_moe"].model()
+        return make_actor(PolicyModel(lm, world, torch.float32, FsdpConfig()), optim=optim)
     return make_actor(make_policy(world, seed=seed), optim=optim)
 
 

@@ -36,8 +36,9 @@ def test_rows_that_share_no_prefix_are_reported_if_the_run_asks_for_it(world: Wo
     assert "rows of more than 64 tokens share no prefix" in note
     assert list(find_unshared(run_config(), windows)) == []
     assert list(find_unshared(run_config(share_prefixes=False), windows)) == []
-    (note,) = find_unshared(asked, make_policy(world, attention_dropout=0.1))
-    assert "has no effect: the model has dropout" in note
-    policy.kernel = SdpaKernel()
+    policy.noise = ["attention_dropout"]
+    (note,) = find_unshared(asked, policy)
+    assert "has no effect: the update has dropout" in note
+    policy.noise, policy.kernel = (), SdpaKernel()
     (note,) = find_unshared(asked, policy)
     assert "attention is scaled_dot_product_attention" in note

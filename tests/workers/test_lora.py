@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -19,6 +22,7 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedModel,
 )
+from transformers.pytorch_utils import Conv1D
 
 from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
@@ -36,6 +40,7 @@ from agentrl.workers.scoring import Reference
 from agentrl.workers.snapshot import identify, load_run, save_run
 from agentrl.workers.weight_sync import iter_full_weights, sync_weights
 from tests.fakes.engines import plain_logits, random_ids, tiny_model
+from tests.fakes.families import FAMILIES
 from tests.fakes.lora_ranks import RANK_CASES, adapters_of, run_policy, take_weights
 from tests.fakes.plugins import tiny_tokenizer
 from tests.fakes.torchrun import ranks_of
@@ -479,3 +484,35 @@ def test_policy_without_lora_has_no_adapters(world: World, tmp_path: Path):
     with policy.as_at_start():
         assert dict(policy.merged_weights()).keys() == dict(policy.named_weights()).keys()
     shutil.rmtree(tmp_path)
+
+
+DECODERS = [name for name, family in FAMILIES.items() if not family.refused]
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.parametrize("name", DECODERS)
+def test_all_linear_is_all_linear_modules_of_any_family(name: str):
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(FAMILIES[name].config())
+    linear = {n for n, module in lm.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    head = next(n for n, module in lm.named_modules() if module is lm.get_output_embeddings())
+    stacks = sum(w.numel() for n, w in lm.named_parameters() if w.ndim == 3)
+    share = stacks / sum(weight.numel() for weight in lm.parameters())
+    inject_adapters(lm, LORA)
+    adapted = {n for n, module in lm.named_modules() if hasattr(module, "lora_A")}
+    assert adapted == linear - {head}
+    assert lora.frozen_experts_share(lm) == share
+
+
+NAMES = st.lists(
+    st.lists(st.sampled_from("abc01"), min_size=1, max_size=4).map(".".join),
+    min_size=1, max_size=8, unique=True,
+)  # fmt: skip
+
+
+@given(NAMES, st.data())
+def test_peft_selects_the_chosen_modules_and_no_others(every: list[str], data: st.DataObject):
+    chosen = data.draw(st.lists(st.sampled_from(every), min_size=1, unique=True))
+    config = LoraConfig(target_modules=lora._shorten(chosen, every))
+    found = [name for name in every if check_target_module_exists(config, name)]
+    assert sorted(found) == sorted(chosen)

@@ -5,12 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.config.schema.training import OptimConfig
+from agentrl.config.schema.training import FsdpConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.workers.distributed import World
-from agentrl.workers.optim import PolicyOptimizer, make_schedule
+from agentrl.workers.model import PolicyModel
+from agentrl.workers.optim import PolicyOptimizer, is_matrix, make_schedule
 from agentrl.workers.shards import full_tensor
 from tests.fakes.engines import tiny_model
+from tests.fakes.families import FAMILIES
 from tests.fakes.training import make_policy, weights
 
 
@@ -96,6 +98,36 @@ def test_muon_takes_the_matrices_of_layers_of_any_name(world: World):
     assert [weight.name for weight in muon.weights] == names[1:]
     with pytest.raises(ConfigError, match="muon"):
         PolicyOptimizer(named[:1], OptimConfig(name="muon"), world, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "is_trained_by_muon"),
+    [
+        ("model.layers.0.mlp.experts.gate_up_proj", (4, 6, 8), True),
+        ("model.layers.0.block_sparse_moe.input_linear.weight", (4, 6, 8), True),
+        ("model.layers.0.mlp.up_proj.weight", (6, 8), True),
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", (4, 6), False),
+        ("model.layers.0.conv.conv.weight", (8, 1, 3), False),
+        ("model.layers.0.input_layernorm.weight", (8,), False),
+        ("model.embed_tokens.weight", (6, 8), False),
+    ],
+)
+def test_matrices_are_those_of_layers_and_of_their_experts(
+    name: str, shape: tuple[int, ...], is_trained_by_muon: bool
+):
+    assert is_matrix(name, torch.zeros(shape)) == is_trained_by_muon
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe", "gemma4_moe", "phimoe"])
+def test_muon_takes_the_experts_of_each_family(world: World, family: str):
+    policy = PolicyModel(FAMILIES[family].model(), world, torch.float32, FsdpConfig())
+    optimizer = PolicyOptimizer(policy.named_weights(), OptimConfig(name="muon"), world, 5)
+    fill_gradients(policy.named_weights(), 0)
+    optimizer.step()
+    muon, _ = optimizer._parts
+    stacks = {name for name, weight in policy.named_weights() if weight.ndim == 3}
+    assert stacks
+    assert stacks <= {weight.name for weight in muon.weights}
 
 
 def test_gradient_norm_is_over_all_weights_once(world: World):

@@ -205,10 +205,9 @@ def cpu_pool_tokens(needs: SGLangNeeds) -> int:
     config = AutoConfig.from_pretrained(
         needs.model_path, trust_remote_code=needs.trust_remote_code, **needs.override_config
     )
-    text = config.get_text_config()
     itemsize = getattr(torch, needs.dtype, torch.float32).itemsize
-    width = AttentionShape.of(text).key_width
-    size = 2 * text.num_hidden_layers * width * itemsize  # bytes of one token
+    width = sum(shape.key_width for shape in AttentionShape.of_layers(config))
+    size = 2 * width * itemsize  # bytes of one token
     capacity = int(psutil.virtual_memory().available * CPU_MEMORY_FRAC) // size
     if capacity < longest:
         raise EngineError(

@@ -110,9 +110,8 @@ def _cache_too_small(
 
 def _affordable_pages(model: nn.Module, page_size: int, reserved_bytes: int) -> int:
     parameter = next(model.parameters())
-    config = model.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    width = AttentionShape.of(config).key_width
-    page_bytes = 2 * config.num_hidden_layers * width * page_size * parameter.dtype.itemsize
+    width = sum(shape.key_width for shape in AttentionShape.of_layers(model.config))
+    page_bytes = 2 * width * page_size * parameter.dtype.itemsize
     if parameter.device.type == "cpu":
         page_bytes *= 1 + CONTIGUOUS_SHARE
     free_bytes = max(0, _free_bytes(parameter.device) - reserved_bytes)

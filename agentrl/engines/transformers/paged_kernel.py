@@ -133,7 +133,7 @@ def find_paged_kernel(
 def _distance(kernel: PagedKernel, model: Any, page_size: int) -> float:
     """Return the largest difference from the copying path, over random numbers."""
     device = model.device
-    heads, key_heads, head_dim = AttentionShape.of(model.config)
+    heads, key_heads, head_dim = AttentionShape.widest(model.config)
     shapes = ((0, 5), (3, 1), (page_size + 2, 4), (2 * page_size - 1, 1))
     num_tokens = sum(count for _, count in shapes)
     generator = torch.Generator().manual_seed(0)

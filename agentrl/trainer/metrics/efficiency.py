@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 
 from agentrl.engines.attention_shape import AttentionShape
+from agentrl.engines.model_config import read_per_layer
 from agentrl.protocol import DataProto
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.metrics.aggregators import (
@@ -79,13 +80,14 @@ class ModelCost:
     trained_weights: float
     """Those of N that are trained."""
     num_layers: int
-    query_width: int
+    query_width: float
+    """Of a layer, on average."""
 
     @classmethod
     def of(cls, policy: PolicyModel) -> Self:
         """Count the weights of a model; sharded ones count as a whole."""
         lm: Any = policy.lm
-        config = policy.text_config
+        config, shapes = policy.text_config, AttentionShape.of_layers(policy.text_config)
         embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
         is_tied = head is not None and head.weight is embedding.weight
         left_out = set(map(id, tower_weights(lm)))
@@ -102,8 +104,8 @@ class ModelCost:
         return cls(
             num_weights=total,
             trained_weights=trained,
-            num_layers=config.num_hidden_layers,
-            query_width=AttentionShape.of(config).query_width,
+            num_layers=len(shapes),
+            query_width=sum(shape.query_width for shape in shapes) / len(shapes),
         )
 
     def forward_flops(self, lengths: Sequence[int]) -> float:
@@ -121,9 +123,9 @@ class ModelCost:
 
 def _active_share(config: Any) -> float:
     """Return the share of the experts that compute a token; 1 for a model without experts."""
-    chosen = getattr(config, "num_experts_per_tok", None)
+    chosen = max(read_per_layer(config, "num_experts_per_tok", 0))
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    total = next((n for name in names if (n := getattr(config, name, None))), None)
+    total = next((n for name in names if (n := max(read_per_layer(config, name, 0)))), None)
     return chosen / total if chosen and total else 1.0
 
 

@@ -1,21 +1,26 @@
 """Choose and build the engine that a configuration names."""
 
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from agentrl.config.checks import check_model_length
 from agentrl.config.conflicts import longest_sequence
 from agentrl.config.schema.engine import EngineName
 from agentrl.config.schema.run import RunConfig
+from agentrl.config.tables import has_no_critic
 from agentrl.engines import (
     Engine,
     ScriptedEngine,
     TransformersEngine,
     TransformersEngineSettings,
 )
+from agentrl.engines.model_config import check_lengths, read_attribute
 from agentrl.engines.sglang.arguments import (
     SGLangNeeds,
     check_given,
@@ -26,12 +31,14 @@ from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from agentrl.engines.sglang.servers.directory import ServerDirectory
 from agentrl.engines.sglang.servers.factory import SyncSource, connect
 from agentrl.engines.tied_head import is_tied
+from agentrl.engines.transformers.support import check_embedded
 from agentrl.engines.vision import has_vision
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.plugins.environment import install_command
 from agentrl.workers.load import load_hf_config
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.shards import local_tensor
+from agentrl.workers.value_model import choose_model
 
 
 class EngineLimits(NamedTuple):
@@ -79,6 +86,41 @@ def choose_engine(config: RunConfig) -> EngineName:
     is_alone = config.rollout.deterministic or config.trainer.device == "cpu"
     has_sglang = not is_alone and has_accelerator() and find_spec("sglang") is not None
     return "sglang" if has_sglang else "transformers"
+
+
+def check_model_config(
+    config: RunConfig, found: PretrainedConfig, *, file: Path | None = None
+) -> None:
+    """Check the configurations of the run's models against the budgets; read no weights.
+
+    Raises:
+        ConfigError: if they do not fit.
+    """
+    positions = read_attribute(found, "max_position_embeddings", sys.maxsize)
+    check_model_length(config, positions, file=file)
+    longest = max(longest_sequence(config), config.rollout.max_model_len or 0)
+    models = {"model.path": found}
+    if not has_no_critic(config) and config.critic.model.path is not None:
+        models["critic.model.path"] = load_hf_config(
+            choose_model(config.critic.model, config.model)
+        )
+    uses_reference = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    if uses_reference and config.ref.path is not None:
+        own = config.model.model_copy(update={"path": config.ref.path})
+        models["ref.path"] = load_hf_config(own)
+    for key, one in models.items():
+        lengths = "data.max_prompt_length + data.max_response_length and rollout.max_model_len"
+        check_lengths(one, longest, key=key, lengths=lengths)
+
+
+def check_sampled(config: RunConfig, found: PretrainedConfig) -> None:
+    """Refuse a model that the chosen engine cannot run; read no weights.
+
+    Raises:
+        ConfigError: with the reason, and the engine that can.
+    """
+    if choose_engine(config) == "transformers":
+        check_embedded(found)
 
 
 def check_engine(config: RunConfig) -> None:

@@ -16,8 +16,11 @@ from agentrl.trainer.setup.engine_factory import (
     EngineLimits,
     announce_start,
     check_engine,
+    check_model_config,
+    check_sampled,
     choose_engine,
 )
+from tests.fakes.families import FAMILIES
 
 
 def config_of(**sections: Any) -> RunConfig:
@@ -151,3 +154,49 @@ def test_with_lora_only_adapters_have_moments_and_the_reference_is_the_base(
     config = config_of(actor={"use_kl_loss": True}, model={"path": "m", "lora_rank": 1}, ref=ref)
     limits = EngineLimits.of(config, policy_of(dp_size=1, has_lora=True))
     assert limits.reserved_bytes == 4 * floats
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "youtu", "minicpm3", "gemma4_released", "lfm2"])
+def test_model_that_the_embedded_engine_cannot_run_needs_another(name: str):
+    found = FAMILIES[name].config()
+    with pytest.raises(ConfigError, match="the embedded engine cannot sample from a") as caught:
+        check_sampled(config_of(), found)
+    assert caught.value.key == "model.path"
+    check_sampled(config_of(rollout={"engine": {"name": "sglang"}}), found)
+
+
+LONG = {"data": {"train_files": ["rows.jsonl"], "max_prompt_length": 40, "max_response_length": 25}}
+
+
+@pytest.mark.parametrize(
+    ("key", "sections"),
+    [
+        ("model.path", {}),
+        ("ref.path", {"ref": {"path": "other"}, "actor": {"use_kl_loss": True}}),
+        ("critic.model.path", {"critic": {"model": {"path": "other"}},
+                               "algorithm": {"adv_estimator": "gae"}}),
+    ],
+)  # fmt: skip
+def test_length_border_of_every_model_of_the_run_is_checked(
+    monkeypatch: pytest.MonkeyPatch, key: str, sections: dict[str, Any]
+):
+    plain, border = FAMILIES["qwen2"].config(), FAMILIES["phi3_longrope"].config()
+    monkeypatch.setattr(engine_choice, "load_hf_config", lambda _: border)
+    own = border if key == "model.path" else plain
+    config = config_of(**LONG, **sections)
+    with pytest.raises(ConfigError, match="more than 64 tokens, and the run allows 65") as caught:
+        check_model_config(config, own)
+    assert caught.value.key == key
+
+
+def test_length_border_of_a_model_that_the_run_does_not_load_is_not_checked(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    border = FAMILIES["phi3_longrope"].config()
+    monkeypatch.setattr(engine_choice, "load_hf_config", lambda _: border)
+    unused = {"ref": {"path": "other"}, "critic": {"model": {"path": "other"}}}
+    check_model_config(config_of(**LONG, **unused), FAMILIES["qwen2"].config())
+
+
+def test_budget_is_not_checked_against_a_model_without_a_longest_sequence():
+    check_model_config(config_of(**LONG), FAMILIES["bloom"].config())
