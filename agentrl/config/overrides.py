@@ -1,7 +1,7 @@
 """Overrides of the command line: `key=value`, and Hydra's `+key=value`, `++key=value`, `~key`.
 
 As with Hydra, a mapping is merged into the existing one, key by key; any other value, also a list,
-replaces the existing one (`~key 'key={a: 1}'` does so with a mapping).
+replaces the existing one (`~key 'key={a: 1}'` does so with a mapping). `key={}` empties a mapping.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from agentrl.errors import ConfigError
@@ -61,7 +61,21 @@ def _apply(base: DictConfig, override: str, *, as_texts: bool) -> DictConfig:
     try:
         value = rewrite(_with_blanks(override.partition("=")[2]), as_texts=as_texts)
         given = OmegaConf.from_dotlist([f"{key}={value}"])
+        put, old = (
+            OmegaConf.select(config, key, throw_on_resolution_failure=False)
+            for config in (given, base)
+        )
+        # Two containers of different kinds cannot be merged, and an empty one adds nothing.
+        if (
+            isinstance(old, Container)
+            and isinstance(put, Container)
+            and (not put or type(put) is not type(old))
+        ):
+            OmegaConf.update(base, key, put, merge=False)
         return cast("DictConfig", OmegaConf.merge(base, given))
+    except TypeError:
+        message = f"{override!r} sets a part of a list"
+        raise ConfigError(message, key=key, expected="the whole list: section.key=[a, b]") from None
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         message = f"cannot read the override {override!r}: {reason}"

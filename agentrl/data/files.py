@@ -159,13 +159,15 @@ def _read_jsonl(path: Path, max_rows: int | None = None) -> list[Row]:
 
 
 def _parse(text: str, path: Path, lines_before: int = 0) -> Any:
+    text = text.rstrip()  # what is not closed is a fault of the last line, not of the one after it
     try:
         return json.loads(text)
     except RecursionError:
         reason = f"malformed JSON: nested too deeply in line {lines_before + 1}"
         raise DataError(reason, file=path) from None
     except json.JSONDecodeError as error:
-        at = f"line {lines_before + error.lineno}, column {error.colno}"
+        begin = text[error.pos - error.colno + 1 :].partition("\n")[0][:40]
+        at = f"line {lines_before + error.lineno}, column {error.colno}, which begins {begin!r}"
         raise DataError(f"malformed JSON: {error.msg} in {at}", file=path) from None
     except ValueError as error:
         raise DataError(f"malformed JSON: {error}", file=path) from None

@@ -457,6 +457,9 @@ class Trainer:
         elif self.components.total_steps and (snapshot := self._last.restore()):
             self.step = snapshot.step
             self.summary = self.summary.restored(snapshot.summary)
+            if snapshot.unlogged is not None:
+                with self.run_logger.ignoring_write_errors("the metrics of the last step"):
+                    self.run_logger.track(self.step, snapshot.unlogged, is_complete=False)
             if not self._checkpointer.has(self.step):
                 self.save_checkpoint()
 

@@ -61,6 +61,24 @@ def test_a_mapping_is_merged_and_all_else_takes_the_place_of_what_was_there():
     assert overridden("~a", "a={b: 5}")["a"] == {"b": 5}
 
 
+@pytest.mark.parametrize("mark", ["", "+", "++"])
+def test_an_empty_mapping_empties_what_was_there(mark: str):
+    assert overridden(f"{mark}a.c={{}}", "d=1")["a"] == {"b": 1, "c": {}}
+    assert overridden(f"{mark}a={{}}", "d=1") == {"a": {}, "d": 1}
+    assert overridden(f"{mark}a={{}}", "a.new=2", "d=1") == {"a": {"new": 2}, "d": 1}
+
+
+def test_a_list_and_a_mapping_replace_each_other():
+    assert overridden("a=[1]", "d=1") == {"a": [1], "d": 1}
+    assert overridden("a.c={x: 1}")["a"] == {"b": 1, "c": {"x": 1}}
+
+
+@pytest.mark.parametrize("key", ["a.c.x", "a.c.0"])
+def test_a_part_of_a_list_is_not_set(key: str):
+    with pytest.raises(ConfigError, match="part of a list"):
+        overridden(f"{key}=1")
+
+
 @pytest.mark.parametrize("override", ["a.b", "=1", "~", "+=1"])
 def test_what_is_no_override_is_refused(override: str):
     with pytest.raises(ConfigError, match="no override"):

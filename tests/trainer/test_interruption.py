@@ -12,6 +12,7 @@ import pytest
 
 import agentrl.workers.checkpoint_writer
 from agentrl.trainer.checkpointer import Checkpointer
+from agentrl.trainer.metrics.sinks import read_metrics
 from agentrl.trainer.state.summary import Summary
 from agentrl.workers.optim import PolicyOptimizer
 from tests.fakes.fault_runs import SCORER, Train, assert_same_run, make_run, saved_steps
@@ -63,6 +64,8 @@ def test_stopped_run_saves_its_last_step_and_goes_on_as_if_never_stopped(
     assert "Traceback" not in output.out + output.err
     assert not list(plugin_folder.glob("created-*")), "every tool was released"
     assert saved_steps(tmp_path / "run") == saved
+    *_, logged = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert f"global_step_{logged.step}" == saved[-1]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     (plugin_folder / "fired").unlink(missing_ok=True)
     output = train()

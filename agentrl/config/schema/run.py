@@ -474,8 +474,9 @@ class TrainerConfig(Section):
     logger: list[Literal["console", "jsonl", "tensorboard", TrackerName]] = Field(
         default_factory=lambda: ["console", "jsonl"]
     )
-    """Outputs of the metrics of each step. `wandb`, `mlflow`, `swanlab` and `trackio` need the
-    extra of that name, and the login of their services unless they write to this machine."""
+    """Outputs of the metrics of each step; `jsonl` is always written. `wandb`, `mlflow`, `swanlab`
+    and `trackio` need the extra of that name, and the login of their services unless they write to
+    this machine."""
     log_val_generations: int = Field(default=0, ge=0)
     """Rollouts of each validation that trackers show as a table: prompt, response, reward, stop
     reason. The same prompts each time."""

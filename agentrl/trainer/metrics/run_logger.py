@@ -63,7 +63,7 @@ class RunLogger:
             self._lock.take()
 
     def open(self, *, start: Path, resumed_step: int | None, total_steps: int = 0) -> None:
-        """Open the sinks that `trainer.logger` names, and remove incomplete files.
+        """Open `metrics.jsonl` and what `trainer.logger` names, and remove incomplete files.
 
         Args:
             start: Folder with the record of this start of the run, for trackers.
@@ -73,7 +73,7 @@ class RunLogger:
 
         Raises:
             MissingExtraError: for `tensorboard` without its package; `check_run` checks trackers.
-            DataError: for `jsonl`, if the metrics of the run that resumes are damaged.
+            DataError: if the metrics of the run that resumes are damaged.
             OSError: if the run's folder cannot be written.
         """
         if not self._is_main:
@@ -83,11 +83,11 @@ class RunLogger:
         for folder in (run, config.rollout_data_dir, config.validation_data_dir):
             if folder is not None:
                 remove_drafts(folder)
-        for name in dict.fromkeys(config.logger):
+        for name in dict.fromkeys(["jsonl", *config.logger]):
             match name:
                 case "console":
                     self._sinks.append(ConsoleSink(self.console, total_steps))
-                case "jsonl":
+                case "jsonl":  # always: viewer, `status` and `audit` read it
                     self._sinks.append(JsonlSink(metrics, resumed_step=resumed_step))
                 case "tensorboard":
                     folder = run / "tensorboard"
@@ -104,11 +104,8 @@ class RunLogger:
                         is_resumed=resumed_step is not None,
                     )
                     self._sinks.append(TrackerSink(tracked, self.info))
-        if resumed_step is not None and metrics.is_file():
-            try:
-                self._alerts.replay(metrics, resumed_step)
-            except DataError as error:
-                self.notes([f"warnings that were given before may be repeated: {error}"])
+        if resumed_step is not None:
+            self._alerts.replay(metrics, resumed_step)
 
     def info(self, *lines: str) -> None:
         """Print lines."""
@@ -119,10 +116,18 @@ class RunLogger:
         """Print notes for the user."""
         self.info(*(f"note: {note}" for note in notes))
 
-    def track(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of one step to every sink, and warn of what is wrong with them."""
+    def track(self, step: int, metrics: Mapping[str, float], *, is_complete: bool = True) -> None:
+        """Log the metrics of one step to every sink, and warn of what is wrong with them.
+
+        Args:
+            step: Its number.
+            metrics: By name.
+            is_complete: False if the run stops before the validation of the step: trackers, which
+                keep the first row of a step, get the row of the resumed run.
+        """
         for sink in self._sinks:
-            sink.log(step, metrics)
+            if is_complete or not isinstance(sink, TrackerSink):
+                sink.log(step, metrics)
         if self._is_main:
             self.info(*self._alerts.check(step, metrics))
 

@@ -257,6 +257,14 @@ def test_each_step_goes_to_the_sinks_that_the_run_file_names(tmp_path):
     assert steps_of(tmp_path / "metrics.jsonl") == [1]
 
 
+def test_the_file_of_metrics_needs_no_name(tmp_path):
+    run_logger = RunLogger(TrainerConfig(default_local_dir=tmp_path, logger=[]))
+    run_logger.open(start=tmp_path, resumed_step=None)
+    run_logger.track(1, STEP)
+    run_logger.close()
+    assert steps_of(tmp_path / "metrics.jsonl") == [1]
+
+
 @pytest.mark.parametrize("logger", [["console"], ["console", "jsonl"]])
 def test_resumed_run_repeats_no_warning_of_the_steps_before(tmp_path, logger):
     lines = [{"step": step, "rollout/failed_frac": 0.5} for step in (1, 2)]
@@ -270,17 +278,6 @@ def test_resumed_run_repeats_no_warning_of_the_steps_before(tmp_path, logger):
     run_logger.track(3, STEP | {"rollout/failed_frac": 0.5})
     run_logger.close()
     assert "warning" not in out.getvalue()
-
-
-def test_damaged_metrics_of_before_are_noted_if_the_run_does_not_write_them(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("{\n")
-    out = io.StringIO()
-    config = TrainerConfig(default_local_dir=tmp_path, logger=["console"])
-    run_logger = RunLogger(config, console=Console(file=out, width=300))
-    run_logger.open(start=tmp_path, resumed_step=1)
-    run_logger.close()
-    assert "note: warnings that were given before may be repeated" in out.getvalue()
-    assert "a damaged line of metrics" in out.getvalue()
 
 
 def test_tensorboard_without_its_package_names_the_extra(tmp_path, monkeypatch):
