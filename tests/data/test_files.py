@@ -61,10 +61,10 @@ def test_reading_parquet_shows_no_progress_and_leaves_no_copy(tmp_path, capfd):
         (
             "rows.jsonl",
             '{"a": 1}\n{"a": [\n{"a": 1}\n',
-            r"line 2, column 8, which begins .{.a.: \[",
+            "line 2, column 8, which begins '{\"a\": ['",
         ),
         ("rows.jsonl", '{"a": 1}\n{"a"\n', "line 2, column 5"),
-        ("rows.json", '[{"a": 1},\n{"a": 2}\n\n', "line 2, column 9, which begins .{.a.: 2"),
+        ("rows.json", '[{"a": 1},\n{"a": 2}\n\n', "line 2, column 9, which begins '{\"a\": 2}'"),
         ("rows.json", '[{"a": 1},\n {"a" 2}]', "line 2, column 7"),
         ("rows.jsonl", "[1]\n", "not a mapping"),
         ("rows.parquet", "no parquet", "cannot read Parquet"),
