@@ -103,6 +103,8 @@ def _over_batches(found: type) -> Any:
 class _DataProtoManager(BatchRewardManager):
     """Collates requests, calls verl's manager on a thread, and reads its tensor."""
 
+    arguments = None
+
     def __init__(
         self, compute_score: ScoreFn, config: RewardConfig, manager: Any, tokenizer: Any
     ) -> None:

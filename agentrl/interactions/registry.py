@@ -1,5 +1,6 @@
 """Read an interaction YAML into checked interactions."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError
 from agentrl.interactions.base import SHARED_KEYS, BaseInteraction
 from agentrl.plugins import load_class
+from agentrl.plugins.call import check_takes
 from agentrl.plugins.from_verl import (
     VERL_INTERACTIONS,
     name_translated,
@@ -193,5 +195,27 @@ def _build(
             key=f"{key}.class_name",
             expected="super().__init__(config) as its first line",
         )
+    try:
+        _check_methods(interaction)
+    except AgentRLError as error:
+        add_place(error, file=path, key=f"{key}.class_name")
+        raise
     interaction.data_sources = tuple(entry.data_sources)
     return interaction
+
+
+def _check_methods(interaction: BaseInteraction) -> None:
+    """Check that the methods take what the library passes; a method without parameters may."""
+    generate = interaction.generate_response
+    if getattr(generate, "__func__", None) is BaseInteraction.generate_response:
+        raise ConfigError(
+            f"{type(interaction).__name__} has no generate_response",
+            expected="a method generate_response(self, instance_id, messages, **kwargs)",
+        )
+    methods = {
+        interaction.start_interaction: ["instance_id"],
+        generate: ["instance_id", "messages"],
+        interaction.finalize_interaction: ["instance_id"],
+    }
+    for method, names in methods.items():
+        check_takes(method, names if inspect.signature(method).parameters else [], is_partial=True)

@@ -15,7 +15,7 @@ import re
 import sysconfig
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -154,6 +154,40 @@ def accepted_keywords(function: Callable[..., Any], offered: Mapping[str, Any]) 
         return dict(offered)
     named = {name for name, p in parameters.items() if p.kind is not p.POSITIONAL_ONLY}
     return {name: value for name, value in offered.items() if name in named}
+
+
+def check_takes(
+    function: Callable[..., Any],
+    positional: Sequence[str],
+    offered: Iterable[str] = (),
+    *,
+    is_partial: bool = False,
+) -> None:
+    """Check that a user's function takes the arguments that the library will pass.
+
+    Args:
+        function: A function or a bound method.
+        positional: Names of the positional arguments, for the message.
+        offered: Keywords, of which it gets those that it takes.
+        is_partial: Whether a row may give it further arguments.
+
+    Raises:
+        PluginError: If it does not, with a signature that does.
+    """
+    named = accepted_keywords(function, dict.fromkeys(offered))
+    try:
+        signature = inspect.signature(function)
+        (signature.bind_partial if is_partial else signature.bind)(*positional, **named)
+    except ValueError:  # written in C: it has no signature
+        return
+    except TypeError as error:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        wanted = ", ".join([*positional, *offered, "**kwargs"])
+        bound = "self, " if inspect.ismethod(function) else ""
+        short = name.rpartition(".")[2]
+        raise PluginError(
+            f"{name} cannot be called: {error}", expected=f"def {short}({bound}{wanted})"
+        ) from None
 
 
 def with_event_loop(function: Callable[[], T]) -> T:

@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,18 +11,26 @@ from typing import Any
 from aiolimiter import AsyncLimiter
 
 from agentrl.config.schema.reward import RewardConfig
-from agentrl.errors import RewardError, WorkerLostError
+from agentrl.errors import PluginError, RewardError, WorkerLostError
 from agentrl.plugins.call import (
     ExecutionMode,
     PerLoop,
     accepted_keywords,
     call_bounded,
     call_method,
+    check_takes,
     contained,
     with_event_loop,
 )
 from agentrl.plugins.remote import RemoteObject
-from agentrl.rewards.loading import LoadedScorer, bundled_of, choose_scorer, is_async, parts_of
+from agentrl.rewards.loading import (
+    GIVEN,
+    LoadedScorer,
+    bundled_of,
+    choose_scorer,
+    is_async,
+    parts_of,
+)
 from agentrl.rewards.pool import ScorePool, check_sendable
 from agentrl.rewards.scoring import Score, ScoreFn, WeightedScorers, make_arguments, read_score
 from agentrl.rollout.records import unix_time
@@ -47,12 +55,20 @@ class ScoreCaller:
         scorer: One scorer, or several weighted ones.
         config: Time-out, rate limit, processes, sandbox.
         mode: Where plain scorers run.
+        arguments: Names of the arguments that each call passes; None: not known.
 
     Raises:
-        PluginError: If a scorer must run in a process and cannot be sent to one.
+        PluginError: If a scorer must run in a process and cannot be sent to one, or does not take
+            the arguments.
     """
 
-    def __init__(self, scorer: ScoreFn, config: RewardConfig, mode: ExecutionMode) -> None:
+    def __init__(
+        self,
+        scorer: ScoreFn,
+        config: RewardConfig,
+        mode: ExecutionMode,
+        arguments: Collection[str] | None = GIVEN,
+    ) -> None:
         self._scorer, self._config, self._mode = scorer, config, mode
         self._pool = ScorePool(
             num_workers=config.num_workers,
@@ -62,7 +78,9 @@ class ScoreCaller:
         interval_s = 1 / config.rate_limit if config.rate_limit else None
         self._limiters = PerLoop(lambda: AsyncLimiter(1, interval_s) if interval_s else None)
         self._sandbox = SharedSandbox(config.sandbox)
-        for part in parts_of(scorer):
+        for index, part in enumerate(parts_of(scorer)):
+            if arguments is not None:
+                _check_signature(part, arguments, config, index)
             if self._needs_process(part):
                 check_sendable(part)
 
@@ -124,6 +142,19 @@ class ScoreCaller:
         bundled = bundled_of(scorer)
         modes = (self._mode, bundled and bundled.mode)
         return ExecutionMode.PROCESS in modes and not is_async(scorer)
+
+
+def _check_signature(
+    scorer: ScoreFn, arguments: Collection[str], config: RewardConfig, index: int
+) -> None:
+    bundled = bundled_of(scorer)
+    extra = ["sandbox"] if bundled and bundled.needs_sandbox else []
+    try:
+        check_takes(scorer, (), [*arguments, *extra])
+    except PluginError as error:
+        place = f"functions[{index}]" if config.functions else "custom_reward_function"
+        error.details["key"] = f"reward.{place}"
+        raise
 
 
 async def _call(scorer: ScoreFn, arguments: Mapping[str, Any]) -> Any:

@@ -250,7 +250,7 @@ def _load_function(config: RewardFunctionConfig, by_source: ScoreFn) -> ScoreFn:
 
 
 KEY = "reward_kwargs"
-GIVEN = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
+GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Arguments that the run passes to every scorer."""
 
 
@@ -285,7 +285,7 @@ def arguments_of(function: Callable[..., Any]) -> set[str] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {parameter.name for parameter in parameters if parameter.kind in by_name} - GIVEN
+    return {parameter.name for parameter in parameters if parameter.kind in by_name} - set(GIVEN)
 
 
 def _check(kwargs: Mapping[str, Any], known: set[str] | None) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, Self, TypeVar, cast, runtime_checkable
@@ -20,6 +20,7 @@ from agentrl.plugins.registry import Registry
 from agentrl.plugins.remote import Remotes
 from agentrl.rewards.calling import ScoreCaller
 from agentrl.rewards.loading import (
+    GIVEN,
     LoadedScorer,
     bundled_in,
     bundled_of,
@@ -356,10 +357,12 @@ class NaiveRewardManager:
     mode = ExecutionMode.THREAD
     scores_alone = True
     """Whether a score depends on its own request only. A rollout worker may compute it then."""
+    arguments: Collection[str] | None = GIVEN
+    """Names of the arguments of the scorer; None: not known."""
 
     def __init__(self, compute_score: ScoreFn, config: RewardConfig) -> None:
         self.compute_score, self._config = compute_score, config
-        self._caller = ScoreCaller(compute_score, config, self.mode)
+        self._caller = ScoreCaller(compute_score, config, self.mode, self.arguments)
         self._max_concurrency = config.max_concurrent_scores
 
     def scoring(self, requests: Sequence[AsyncRolloutRequest]) -> _GroupScoring:
@@ -438,6 +441,7 @@ class BatchRewardManager(NaiveRewardManager):
     """
 
     scores_alone = False
+    arguments = tuple(_PLURALS.values())
 
     def scoring(self, requests: Sequence[AsyncRolloutRequest]) -> _GroupScoring:
         """Open the scoring of one batch; see `StreamingRewardManager.scoring`."""

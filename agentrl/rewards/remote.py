@@ -23,7 +23,7 @@ class HostedScorer:
         loaded = load_scorers(config)
         [self._scorer] = parts_of(loaded)
         mode = ExecutionMode.PROCESS if config.manager == "prime" else ExecutionMode.THREAD
-        self._caller = ScoreCaller(loaded, config, mode)
+        self._caller = ScoreCaller(loaded, config, mode, arguments=None)
 
     async def score(self, arguments: bytes) -> bytes:
         """Call the scorer; return its value and its error or None, pickled."""

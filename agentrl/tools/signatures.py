@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema
+from agentrl.plugins.call import check_takes
 from agentrl.tools.base import BaseTool, construct
 
 _WHOLE = "create_kwargs"
+_EXECUTE = "a method execute(self, instance_id, parameters, **kwargs)"
 
 
 T = TypeVar("T", bound=BaseTool)
@@ -42,6 +44,11 @@ def build_tool(
             f"{found.__name__} names itself {tool.name!r}, and its schema says {shown!r}",
             expected="one name: the model calls the tool by the name in its schema",
         )
+    if getattr(tool.execute, "__func__", None) is BaseTool.execute:
+        raise ConfigError(f"{found.__name__} has no execute", expected=_EXECUTE)
+    check_takes(tool.execute, ["instance_id", "parameters"], is_partial=True)
+    for method in (tool.create, tool.calc_reward, tool.release):
+        check_takes(method, ["instance_id"], is_partial=True)
     return tool
 
 

@@ -308,7 +308,8 @@ def test_the_name_is_the_classes_where_it_is_left_out(tmp_path: Path):
 
 
 class Quiet(BaseInteraction):
-    pass
+    async def generate_response(self, *args: Any, **kwargs: Any) -> InteractionResult:
+        return InteractionResult(should_terminate=True)
 
 
 @pytest.mark.parametrize(

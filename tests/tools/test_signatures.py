@@ -18,6 +18,11 @@ from tests.fakes.tools import call, schema
 SCHEMA = "{type: function, function: {name: probe, parameters: {type: object, properties: {}}}}"
 
 
+class Answering(BaseTool):
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
+        return "answered"
+
+
 class Recorder(BaseTool):
     """Records how it is created."""
 
@@ -83,7 +88,7 @@ def test_a_list_from_calc_reward_is_no_reward_and_fails_nothing():
     assert asyncio.run(rewards()) == {"judges": 0.5}
 
 
-class ConfigAlone(BaseTool):
+class ConfigAlone(Answering):
     def __init__(self, config):
         self.name = "probe"
         super().__init__(config)
@@ -92,7 +97,7 @@ class ConfigAlone(BaseTool):
         return schema("probe")
 
 
-class ConfigOnly(BaseTool):
+class ConfigOnly(Answering):
     """Reads the schema of the YAML, keeps its state in `instances`, and passes the truth on."""
 
     def __init__(self, config):
@@ -121,39 +126,39 @@ class ConfigAndNone(ConfigOnly):
         BaseTool.__init__(self, config, None)
 
 
-class NoConfig(BaseTool):
+class NoConfig(Answering):
     def __init__(self):
         super().__init__({})
 
 
-class Swapped(BaseTool):
+class Swapped(Answering):
     def __init__(self, tool_schema, config):
         super().__init__(config, tool_schema)
 
 
-class OtherNames(BaseTool):
+class OtherNames(Answering):
     def __init__(self, settings, shown):
         super().__init__(settings, shown)
 
 
-class SetsItsName(BaseTool):
+class SetsItsName(Answering):
     def __init__(self, config, tool_schema):
         super().__init__(config, tool_schema)
         self.name = tool_schema.function.name
 
 
-class Misnamed(BaseTool):
+class Misnamed(Answering):
     def __init__(self, config, tool_schema):
         super().__init__(config, tool_schema)
         self.name = "other"
 
 
-class Forgets(BaseTool):
+class Forgets(Answering):
     def __init__(self, config, tool_schema):
         self._instance_dict = {}
 
 
-class ReadsTooEarly(BaseTool):
+class ReadsTooEarly(Answering):
     def __init__(self, config, tool_schema):
         self.limit = self.config["limit"]
         super().__init__(config, tool_schema)
