@@ -23,7 +23,7 @@ class Answering(BaseTool):
         return "answered"
 
 
-class Recorder(BaseTool):
+class Recorder(Answering):
     """Records how it is created."""
 
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
