@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, get_args
 
 from agentrl.config.schema.run import TrackerName, TrainerConfig
 from agentrl.plugins.environment import require_package
+from agentrl.trainer.metrics.logins import check_login
 from agentrl.trainer.metrics.tracker_process import TrackedRun
 
 TRACKERS: tuple[TrackerName, ...] = get_args(TrackerName)
@@ -47,15 +48,17 @@ class Generation(NamedTuple):
 
 
 def check_trackers(config: TrainerConfig) -> None:
-    """Check that the packages of the trackers of `trainer.logger` are installed.
+    """Check that the trackers of `trainer.logger` have their packages and their logins.
 
     Raises:
         MissingExtraError: naming the extra.
+        ConfigError: naming the ways to log in.
     """
     for name in TRACKERS:
         if name in config.logger:
             for package in _PACKAGES.get(name, (name,)):
                 require_package(package, extra=name, what=f"trainer.logger: {name}")
+            check_login(name)
 
 
 class TrackerSink:
