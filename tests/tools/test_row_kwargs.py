@@ -110,7 +110,7 @@ def test_keywords_of_a_function_tool_are_its_parameters():
 def test_a_required_parameter_that_is_no_property_is_refused(tmp_path: Any):
     tool_schema = schema("sql", query={"type": "string"}).model_dump()
     tool_schema["function"]["parameters"]["required"] = ["sql"]
-    entry = {"class_name": "agentrl.tools.BaseTool", "tool_schema": tool_schema}
+    entry = {"class_name": "tests.tools.test_signatures.Answering", "tool_schema": tool_schema}
     file = write_yaml(tmp_path / "tools.yaml", {"tools": [entry]})
     with pytest.raises(ConfigError, match="requires 'sql', which is not one") as caught:
         initialize_tools_from_config(file)

@@ -66,12 +66,10 @@ def check_login(tracker: TrackerName) -> None:
 def _logins(service: _Service) -> Iterator[Path]:
     for name, words in service.files.items():
         place = Path(os.path.expandvars(name)).expanduser()
-        for path in place.parent.glob(place.name):
+        for path in filter(Path.is_file, place.parent.glob(place.name)):
             with suppress(OSError):
-                text = (
-                    path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
-                )
-                if text is not None and any(word in text for word in map(_host, words)):
+                text = path.read_text(encoding="utf-8", errors="replace")
+                if any(word in text for word in map(_host, words)):
                     yield path
 
 
