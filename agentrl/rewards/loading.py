@@ -157,6 +157,13 @@ def bundled_of(scorer: ScoreFn) -> Bundled | None:
     return scorer.bundled if isinstance(scorer, LoadedScorer) else None
 
 
+def is_bundled_scorer(scorer: ScoreFn) -> bool:
+    """Return whether a scorer is a bundled one, or looks one up by the `data_source` of a row."""
+    flat: partial[Any] = partial(scorer)
+    looks_up = flat.func in (default_compute_score, score_where_known)
+    return looks_up or bundled_of(scorer) is not None
+
+
 def name_of(scorer: ScoreFn, data_source: str) -> str:
     """Return the path or the name by which a user knows the scorer of a source.
 

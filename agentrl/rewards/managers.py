@@ -195,18 +195,17 @@ def check_manager_kwargs(
         ) from None
 
 
-def reads_ground_truth(rewards: RewardManager) -> bool:
-    """Whether a scorer of a manager needs ground truths, as far as its code shows.
+def readers_of_truth(rewards: RewardManager) -> list[ScoreFn]:
+    """List the scorers of a manager that read ground truths, as far as their code shows.
 
     The bundled judge also scores without one.
     """
     manager = rewards.manager if isinstance(rewards, ScoreAfterRollout) else rewards
     if not isinstance(manager, NaiveRewardManager):
-        return False
+        return []
     parts = parts_of(manager.compute_score)
-    return any(
-        mentions_ground_truth(part) for part in parts if bundled_of(part) is not BUNDLED["judge"]
-    )
+    judge = BUNDLED["judge"]
+    return [one for one in parts if bundled_of(one) is not judge and mentions_ground_truth(one)]
 
 
 def scores_alone(rewards: RewardManager) -> bool:

@@ -20,7 +20,8 @@ from agentrl.interactions import BaseInteraction
 from agentrl.interactions.registry import NO_INTERACTION, select_interaction
 from agentrl.messages import Message
 from agentrl.rewards import RewardManager
-from agentrl.rewards.managers import check_code_scorers, reads_ground_truth
+from agentrl.rewards.loading import is_bundled_scorer
+from agentrl.rewards.managers import check_code_scorers, readers_of_truth
 from agentrl.rollout.media import load_messages
 from agentrl.rollout.templates import TemplateNeeds, TemplateReport, require
 from agentrl.tools import BaseTool
@@ -189,14 +190,24 @@ def check_sources(dataset: PromptDataset, config: RewardConfig, *, file: str) ->
 def note_missing_truths(
     dataset: PromptDataset, config: RewardConfig, rewards: RewardManager, *, file: str
 ) -> Iterator[str]:
-    """Report rows without ground truth, if all are without and the scorer reads it."""
-    if not config.weights.trajectory or not reads_ground_truth(rewards):
+    """Report rows without ground truth, if all are without and the scorer reads it.
+
+    Raises:
+        DataError: if a bundled scorer reads it: it cannot score such a row.
+    """
+    readers = readers_of_truth(rewards) if config.weights.trajectory else []
+    if not readers or any(prompt.ground_truth is not None for prompt in dataset):
         return
-    if all(prompt.ground_truth is None for prompt in dataset):
-        yield (
-            f"none of the {_rows(len(dataset))} of {file} has reward_model.ground_truth: the "
-            "scorer gets None"
+    missing = f"none of the {_rows(len(dataset))} of {file} has reward_model.ground_truth"
+    if any(is_bundled_scorer(reader) for reader in readers):
+        raise DataError(
+            f"{missing}, which the bundled scorer needs",
+            file=file,
+            key="reward_model",
+            expected="rows with reward_model: {ground_truth: ...}, or a scorer of your own in "
+            "reward.custom_reward_function",
         )
+    yield f"{missing}: the scorer gets None"
 
 
 def note_tools(

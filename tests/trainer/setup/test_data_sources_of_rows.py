@@ -69,20 +69,18 @@ def missing_truths(scorer: Any = None, truth: Any = None, **keys: Any) -> list[s
     return list(note_missing_truths(PromptDataset(prompts), config(**keys), rewards, file="f"))
 
 
-@pytest.mark.parametrize(
-    ("scorer", "keys"),
-    [
-        (None, {}),
-        (None, {"functions": [JUDGE, {"name": "math"}]}),
-        (reads_from_kwargs, {"launch_reward_fn_async": True}),
-    ],
-)
-def test_rows_without_ground_truth_are_reported_if_the_scorer_reads_it(
-    scorer: Any, keys: dict[str, Any]
-):
-    (note,) = missing_truths(scorer, **keys)
+@pytest.mark.parametrize("keys", [{}, {"launch_reward_fn_async": True}])
+def test_rows_without_ground_truth_are_reported_if_a_users_scorer_reads_it(keys: dict[str, Any]):
+    (note,) = missing_truths(reads_from_kwargs, **keys)
     assert note == "none of the 2 rows of f has reward_model.ground_truth: the scorer gets None"
-    assert not missing_truths(scorer, truth="5", **keys)
+    assert not missing_truths(reads_from_kwargs, truth="5", **keys)
+
+
+@pytest.mark.parametrize("functions", [[], [JUDGE, {"name": "math"}], [{"name": "data_source"}]])
+def test_rows_without_ground_truth_are_refused_if_a_bundled_scorer_reads_it(functions: list[Any]):
+    with pytest.raises(DataError, match=r"none of the 2 rows of f has reward_model.ground_truth"):
+        missing_truths(functions=functions)
+    assert not missing_truths(truth="5", functions=functions)
 
 
 @pytest.mark.parametrize(
