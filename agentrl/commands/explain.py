@@ -9,6 +9,7 @@ from rich.text import Text
 from agentrl.commands.run_file import RunFile
 from agentrl.config import comment, describe, naming_origin
 from agentrl.config.problems import naming_file
+from agentrl.data.order import DataOrder
 from agentrl.trainer.components import check_names_and_engine
 from agentrl.trainer.setup.datasets import load_run_data
 from agentrl.trainer.setup.engine_factory import check_model_config, check_sampled
@@ -52,5 +53,9 @@ def explain_config(file: RunFile, console: Console) -> None:
     console.print(table)
     data = load_run_data(config, make_rollout_setup(config, plugins, probed))
     say(*(f"note: {note}" for note in data.notes))
+    if not config.trainer.val_only:
+        order = DataOrder(len(data.train), seed=config.data.seed)
+        with naming_origin(file.overrides, file.report), naming_file(file.path):
+            order.check_batch(config.prompts_per_rollout)
     sets = {"train": data.train, **data.val}
     return say(*(f"rows of {name}: {len(rows)}" for name, rows in sets.items()))

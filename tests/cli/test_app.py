@@ -191,6 +191,19 @@ def test_config_check_of_the_example_before_anything_is_made(
     assert not (tmp_path / "run").exists(), "looking makes nothing"
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("data.train_batch_size=16", "a batch of 16 prompts from 14 rows"), ("data.val_files={}", "")],
+)
+def test_config_check_refuses_what_train_refuses_for_its_rows(
+    capsys: Capture, run_file: Path, override: str, words: str
+):
+    output = run_agentrl(capsys, "config", "check", run_file, override)
+    assert output.code == (2 if words else 0)
+    assert words in output.err
+    assert ("rows of val" in output.out) is False
+
+
 def test_config_check_tells_dead_keys(capsys: Capture, run_file: Path):
     output = run_agentrl(capsys, "config", "check", run_file, "actor.kl_loss_coef=0.1")
     assert "note: actor.kl_loss_coef has no effect: actor.use_kl_loss is false" in output.out
