@@ -29,7 +29,7 @@ from agentrl.config.problems import (
     raise_problems,
 )
 from agentrl.config.schema.run import RunConfig
-from agentrl.config.verl import VerlReport, is_verl_tree, read_verl_tree
+from agentrl.config.verl import VerlReport, is_verl_tree, read_verl_tree, refuse_mixed
 from agentrl.config.verl.table import single_keys
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.given_texts import load_yaml, value_at, with_texts
@@ -74,7 +74,9 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> ReadConfig:
     """
     file = Path(path)
     overridden = [key_of(override) for override in overrides]
-    given = apply_overrides(_read_yaml(file), overrides)
+    base = _read_yaml(file)
+    refuse_mixed(base, overridden)
+    given = apply_overrides(base, overrides)
     # The same with the given text as each value; read only if a value is refused.
     texts = cache(
         lambda: apply_overrides(_read_yaml(file, as_texts=True), overrides, as_texts=True)

@@ -75,6 +75,23 @@ def test_overrides_win_and_are_read_as_yaml(run_file):
     assert (config.trainer.logger, config.data.seed) == (["jsonl"], 3)
 
 
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("actor_rollout_ref.rollout.n", "rollout.n"),
+        ("+actor_rollout_ref.actor.optim.lr", "actor.optim.lr"),
+        ("custom_reward_function.path", "reward.custom_reward_function"),
+        ("actor_rollout_ref.none", "docs/keys.md"),
+    ],
+)
+def test_a_key_of_verl_over_a_run_file_of_agentrl_is_named_with_ours(run_file, key: str, ours: str):
+    file = run_file("data: {train_files: [a.parquet]}\nmodel: {path: p}\n")
+    error = refusal(load_config, file, [f"{key}=2"])
+    assert error.details["key"] == key.lstrip("+")
+    assert ours in error.details["expected"]
+    assert "file" not in error.details
+
+
 def test_interpolations_are_resolved(run_file, monkeypatch):
     monkeypatch.setenv("POLICY", "from/env")
     path = run_file("""

@@ -1,6 +1,6 @@
 """verl's tree as the user gave it: recognized, and merged over verl's own defaults."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -8,7 +8,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from agentrl.config.problems import Problem
+from agentrl.config.problems import ON_COMMAND_LINE, Problem
 from agentrl.config.verl.mapping import UNSET
 from agentrl.config.verl.table import find_key, is_section, load_trainers, table
 from agentrl.errors import ConfigError
@@ -48,6 +48,25 @@ def is_verl_tree(root: Mapping[str, Any]) -> bool:
             "the section `reward` for reward_model and custom_reward_function",
         )
     return theirs is not None
+
+
+def refuse_mixed(file: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Refuse keys of verl on the command line of a run file with agentrl's sections.
+
+    Raises:
+        ConfigError: with agentrl's name of the key.
+    """
+    if not any(key in file for key in _OURS) or any(key in file for key in _SURE):
+        return
+    for key in keys:
+        if key.partition(".")[0] in (*_SURE, *_LIKELY):
+            row = find_key(key)
+            ours = ", ".join(row.ours) if row else ""
+            raise ConfigError(
+                f"is verl's name of a key, and the run file has agentrl's keys {ON_COMMAND_LINE}",
+                key=key,
+                expected=ours or "a key of docs/keys.md",
+            )
 
 
 def find_other_trainers(given: DictConfig, file: str | Path | None) -> list[Problem]:
