@@ -608,6 +608,29 @@ async def test_isolated_program_that_is_late_is_killed_with_its_children(gateway
             await asyncio.sleep(0.05)
 
 
+@needs_bubblewrap
+async def test_isolated_program_cannot_make_its_own_files_writable(gateway, tmp_path):
+    """As root too: every read-only file system stays so, and no capability is left."""
+    source = """
+    import ctypes
+    ask()
+    libc = ctypes.CDLL(None)
+    mounts = [line.split()[1].encode() for line in open("/proc/self/mounts")]
+    print([path for path in mounts if libc.mount(None, path, None, 32 | 4096, None) == 0])
+    with open(sys.argv[0], "a") as file:
+        file.write("changed")
+    """
+    command = program(tmp_path, source)
+    file = tmp_path / "agent.py"
+    file.chmod(0o666)
+    before = file.read_text()
+    request = await run(gateway, command=command, sandbox=BUBBLEWRAP)
+    assert request.agent_run is not None
+    assert request.agent_run.stdout == "[]\n", request.agent_run
+    assert "Read-only file system" in request.agent_run.stderr
+    assert file.read_text() == before
+
+
 def test_only_commands_are_isolated():
     with pytest.raises(ValueError, match="isolates a `command` only"):
         AgentConfig.model_validate({"python": "a:b", "sandbox": BUBBLEWRAP})

@@ -14,7 +14,7 @@ from agentrl.errors import MissingExtraError, SandboxError
 from agentrl.sandbox import make_sandbox
 from agentrl.sandbox.factory import unavailable_reason
 from agentrl.sandbox.local import LocalSandbox
-from agentrl.sandbox.spawner_client import SPAWNER
+from agentrl.sandbox.spawner_client import SPAWNER, AgentAccess
 from agentrl.sandbox.syscall_filter import syscall_filter
 
 
@@ -151,7 +151,9 @@ def test_filter_of_an_unknown_machine_is_an_error():
 def test_sandlock_without_namespaces_is_not_taken_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    def why(provider: str, *, is_asked_for: bool = False) -> str | None:
+    def why(
+        provider: str, *, is_asked_for: bool = False, access: AgentAccess | None = None
+    ) -> str | None:
         return None if is_asked_for else f"{provider} has no namespaces"
 
     monkeypatch.setattr("agentrl.sandbox.factory.unavailable_reason", why)
