@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-_REMOUNT_BIND, _NEW_USER, _CAPABILITY_VERSION = 32 | 4096, 0x10000000, 0x20080522
+_NEW_MOUNTS, _NEW_USER, _CAPABILITY_VERSION = 0x20000, 0x10000000, 0x20080522
+_REMOUNT_BIND, _PRIVATE = 32 | 4096, (1 << 18) | 16384
 _GET_SECCOMP, _GET_NO_NEW_PRIVILEGES, _FILTERED = 21, 39, 2
 _READ_WRITE, _SHARED_ANONYMOUS = 3, 0x21
 _PART = 65536
@@ -33,8 +34,8 @@ def find_breaches(target: Mapping[str, Any]) -> list[str]:
         "write to a file of the trainer": lambda: os.open(secret, os.O_WRONLY),
         "signal the trainer": lambda: os.kill(target["pid"], 0),
         "connect to a port": lambda: socket.create_connection(("127.0.0.1", target["port"]), 2),
+        "change what is mounted": _changes_mounts,
         "make a read-only file system writable": _remounts,
-        "mount a file system": lambda: _libc.mount(b"none", b".", b"tmpfs", 0, None) == 0,
         "keep a capability": _has_capability,
         "run without a filter of system calls": lambda: (
             _libc.prctl(_GET_SECCOMP, 0, 0, 0, 0) != _FILTERED
@@ -58,6 +59,11 @@ def _succeeds(attack: Callable[[], object]) -> bool:
         return attack() is not False
     except (OSError, ValueError, MemoryError):
         return False
+
+
+def _changes_mounts() -> bool:
+    _libc.unshare(_NEW_MOUNTS)  # if it succeeds, nothing that follows changes the machine
+    return _libc.mount(None, b"/", None, _PRIVATE, None) == 0
 
 
 def _remounts() -> bool:
