@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -24,17 +26,22 @@ from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.config.secrets import is_secret_name
 from agentrl.errors import AgentError, AgentRLError, ConfigError, text_of
 from agentrl.rollout.records import AgentRun
-from agentrl.sandbox.base import Execution, ExecutionEnd
+from agentrl.sandbox.base import Execution, ExecutionEnd, Sandbox
 from agentrl.sandbox.factory import SharedSandbox, check_sandbox
+from agentrl.sandbox.local import LocalSandbox
+from agentrl.sandbox.spawner_client import AgentAccess
 
 IN_TIME = "an agent that ends before rollout.agent.timeout_s and rollout.request_timeout_s"
-_ISOLATED = Path(__file__).with_name("isolated.py")
 _UNLIMITED = 1 << 48
 _NOT_INHERITED = (
     *("HOME", "TMPDIR", "PYTHONDONTWRITEBYTECODE"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 """Variables of the trainer that would lead an agent to the trainer's folders or process group."""
+_ISOLATED_INHERIT = ("PATH", "LANG", "LC_ALL", "TZ", "TERM")
+"""The only variables of the trainer that an isolated agent gets."""
+_SYSTEM_FILES = ("/etc/group", "/etc/passwd", "/etc/ssl/certs")
+"""Files of the system that agents (git, clients of HTTP) expect, and other code does not see."""
 _NO_SANDBOX = SandboxConfig(
     provider="subprocess",
     trusted=True,
@@ -73,14 +80,18 @@ class AgentProgram:
         self._prints_reward = prints_reward
         limits = config.sandbox or _NO_SANDBOX
         self._is_isolated = limits.provider == "bubblewrap"
-        if self._is_isolated:
-            check_sandbox(limits, key="rollout.agent.sandbox")
-            limits = limits.model_copy(update={"provider": "subprocess", "trusted": True})
         self._gateway = gateway
-        self._sandbox = SharedSandbox(limits)
         self._command, self._files = check_command(config, command)
-        self._readable = _readable(self._command)
-        self._env = {**_inherited(), **config.env}
+        inherited = _inherited()
+        if self._is_isolated:
+            self._access = AgentAccess(tuple(_readable(self._command)))
+            check_sandbox(limits, key="rollout.agent.sandbox", access=self._access)
+            inherited = {name: inherited[name] for name in _ISOLATED_INHERIT if name in inherited}
+        self._sandbox = SharedSandbox(limits, self._make_isolated if self._is_isolated else None)
+        self._env = {**inherited, **config.env}
+
+    def _make_isolated(self, limits: SandboxConfig) -> Sandbox:
+        return LocalSandbox(limits, "bubblewrap", self._access)
 
     async def __call__(self, record: AgentRecord, timeout_s: float) -> Outcome:
         """Run the program once."""
@@ -88,10 +99,8 @@ class AgentProgram:
         command = [record.fill(argument) for argument in self._command]
         if self._is_isolated:
             path, port = await self._gateway.open_socket(), urlsplit(record.base_url).port
-            command = [
-                *(sys.executable, str(_ISOLATED), str(path), str(port)),
-                *(*self._readable, "--", *command),
-            ]
+            path.chmod(0o666)  # its folder is private, and the agent has a user of its own
+            self._access = replace(self._access, gateway=str(path), port=port or 0)
         try:
             execution = await self._sandbox.get().run_program(
                 command,
@@ -177,16 +186,28 @@ def _readable(command: Sequence[str]) -> list[str]:
     """List what an isolated command may read: its program and the files among its arguments.
 
     Of a program in a virtual environment, that is the environment and its Python.
+
+    Raises:
+        ConfigError: If root alone can read one of them.
     """
     program, *arguments = map(Path, command)
-    readable = [one for one in arguments if one.is_file()]
+    readable = [*(Path(path) for path in _SYSTEM_FILES), *filter(Path.is_file, arguments)]
     environment = program.parent.parent
     settings = environment / "pyvenv.cfg"
-    if not settings.is_file():
-        return [str(one) for one in (program, *readable)]
-    named = [line.partition("=") for line in settings.read_text(encoding="utf-8").splitlines()]
-    homes = [Path(value.strip()) for name, _, value in named if name.strip() == "home"]
-    return [str(one) for one in (environment, *(home.parent for home in homes), *readable)]
+    if settings.is_file():
+        named = [line.partition("=") for line in settings.read_text(encoding="utf-8").splitlines()]
+        homes = [Path(value.strip()) for name, _, value in named if name.strip() == "home"]
+        readable = [environment, *(home.parent for home in homes), *readable]
+    else:
+        readable = [program, *readable]
+    for one in readable:
+        if os.geteuid() == 0 and one.exists() and not one.stat().st_mode & stat.S_IROTH:
+            raise ConfigError(
+                f"{one} can be read by its owner alone, and an isolated agent has its own user",
+                key="rollout.agent.command",
+                expected=f"a file that every user may read: chmod -R o+rX {one}",
+            )
+    return [str(one) for one in readable]
 
 
 def _read_file(path: Path) -> str:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema.sandbox import SandboxConfig
@@ -17,9 +18,11 @@ from agentrl.plugins.call import PerLoop
 from agentrl.plugins.environment import install_command
 from agentrl.sandbox.base import Sandbox
 from agentrl.sandbox.fusion import FusionSandbox
+from agentrl.sandbox.inside import attacks
 from agentrl.sandbox.inside.frames import pack_frame, read_frame
 from agentrl.sandbox.local import LocalSandbox
 from agentrl.sandbox.spawner_client import (
+    AgentAccess,
     LocalProvider,
     Sockets,
     SpawnerClient,
@@ -29,15 +32,25 @@ from agentrl.sandbox.spawner_client import (
 logger = logging.getLogger(__name__)
 
 _TRIAL_S = 30
+_ATTACKS = Path(attacks.__file__)
+_OUTSIDE = "/var/tmp"
+"""A folder that no sandbox replaces by its own."""
+_TRIAL_LIMITS = SandboxConfig(
+    max_processes=4, max_open_files=32, disk_bytes=2 * 1024**2, memory_bytes=128 * 1024**2
+)
 ISOLATING_PROVIDERS: tuple[LocalProvider, ...] = ("sandlock", "bubblewrap")
 """Providers that isolate code on this machine, the best first."""
 
 
-def make_sandbox(config: SandboxConfig) -> Sandbox:
+def make_sandbox(config: SandboxConfig, access: AgentAccess | None = None) -> Sandbox:
     """Make the sandbox that a configuration asks for.
 
-    The provider is tried once per process: a small program must run, and it must not be able to
-    read a file of this process or to send it a signal.
+    The provider is tried once per process: a program tries the attacks of `inside/attacks.py`, and
+    none may succeed.
+
+    Args:
+        config: The sandbox's keys.
+        access: What an agent reaches; None for other code.
 
     Raises:
         MissingExtraError: If the provider that is asked for is not installed.
@@ -56,13 +69,13 @@ def make_sandbox(config: SandboxConfig) -> Sandbox:
             )
         return LocalSandbox(config, "subprocess")
     wanted = ISOLATING_PROVIDERS if config.provider == "auto" else (config.provider,)
-    return LocalSandbox(config, _first_usable(wanted))
+    return LocalSandbox(config, _first_usable(wanted, access), access)
 
 
-def _first_usable(wanted: Sequence[LocalProvider]) -> LocalProvider:
+def _first_usable(wanted: Sequence[LocalProvider], access: AgentAccess | None) -> LocalProvider:
     reasons: dict[str, str] = {}
     for provider in wanted:
-        reason = unavailable_reason(provider)
+        reason = unavailable_reason(provider, access=access)
         if reason is None:
             return provider
         if wanted == ("sandlock",):
@@ -83,7 +96,9 @@ def _first_usable(wanted: Sequence[LocalProvider]) -> LocalProvider:
 
 
 @cache
-def unavailable_reason(provider: LocalProvider, *, is_asked_for: bool = False) -> str | None:
+def unavailable_reason(
+    provider: LocalProvider, *, is_asked_for: bool = False, access: AgentAccess | None = None
+) -> str | None:
     """Return why a provider cannot isolate code here; None if a trial run has shown that it can.
 
     It never raises: if one provider is broken, the next may work.
@@ -91,6 +106,7 @@ def unavailable_reason(provider: LocalProvider, *, is_asked_for: bool = False) -
     Args:
         provider: The provider.
         is_asked_for: Whether the configuration names it; sandlock may then lack namespaces.
+        access: What an agent reaches; None for other code.
     """
     if not sys.platform.startswith("linux"):
         return f"it needs Linux, and this is {sys.platform}"
@@ -98,10 +114,10 @@ def unavailable_reason(provider: LocalProvider, *, is_asked_for: bool = False) -
         return "it is not installed"
     if provider == "bubblewrap" and shutil.which("bwrap") is None:
         return "it is not installed"
-    config = SandboxConfig(provider=provider if is_asked_for else "auto")
-    spawner = SpawnerClient(config, provider)
+    limits = _TRIAL_LIMITS.model_copy(update={"provider": provider if is_asked_for else "auto"})
+    spawner = SpawnerClient(limits, provider, access)
     try:
-        return _try_out(spawner)
+        return _try_out(spawner, limits)
     except SandboxError as error:
         return str(error.args[0])
     except Exception as error:  # noqa: BLE001 - a provider's installation may be broken in any way
@@ -110,36 +126,33 @@ def unavailable_reason(provider: LocalProvider, *, is_asked_for: bool = False) -
         spawner.close_now()
 
 
-_TRIAL = """
-import os
-def is_refused(work):
-    try:
-        work()
-    except OSError:
-        return True
-print(is_refused(lambda: open({secret!r})), is_refused(lambda: os.kill({pid}, 0)))
-"""
-
-
-def _try_out(spawner: SpawnerClient) -> str | None:
+def _try_out(spawner: SpawnerClient, limits: SandboxConfig) -> str | None:
+    """Try the attacks of `inside/attacks.py`; return why the provider cannot be used, or None."""
     sockets = spawner.start_sandbox()
-    with sockets.guest, sockets.control, tempfile.NamedTemporaryFile() as secret:
+    with (
+        sockets.guest,
+        sockets.control,
+        tempfile.NamedTemporaryFile(dir=_OUTSIDE if os.path.isdir(_OUTSIDE) else None) as secret,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
         for each in sockets:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _TRIAL_S, 0))
-        os.chmod(secret.name, 0o644)
-        source = _TRIAL.format(secret=secret.name, pid=os.getpid())
-        limits = {"timeout_s": _TRIAL_S, "max_output_bytes": 1024}
+        os.chmod(secret.name, 0o666)
+        outside = {"secret": secret.name, "pid": os.getpid(), "port": server.getsockname()[1]}
+        target = {**limits.model_dump(), **outside}
+        source = f"{_ATTACKS.read_text()}\nprint('reached:', find_breaches({target!r}))"
+        bounds = {"timeout_s": _TRIAL_S, "max_output_bytes": 4096}
         answer: dict[str, Any] | None = None
         try:
             if read_frame(sockets.guest.fileno()) is not None:
-                sockets.guest.sendall(pack_frame({"op": "python", "source": source, **limits}))
+                sockets.guest.sendall(pack_frame({"op": "python", "source": source, **bounds}))
                 answer = read_frame(sockets.guest.fileno())
             error = "its guest ended"
         except (OSError, ValueError) as raised:
             error = str(raised)
         if answer is None:
             return _last_error(sockets) or spawner.last_error() or error
-        is_isolated = answer.get("stdout") == "True True\n"
+        is_isolated = answer.get("stdout") == "reached: []\n"
         return None if is_isolated else f"it does not isolate code: {answer}"
 
 
@@ -183,12 +196,13 @@ class SharedSandbox:
             await sandbox.close()
 
 
-def check_sandbox(config: SandboxConfig, *, key: str) -> None:
+def check_sandbox(config: SandboxConfig, *, key: str, access: AgentAccess | None = None) -> None:
     """Find the provider, so that a run without one fails before it starts.
 
     Args:
         config: The sandbox's keys.
         key: The key of this section, for the error.
+        access: What an agent reaches; None for other code.
 
     Raises:
         SandboxError: If none is available; it says what to install.
@@ -196,7 +210,7 @@ def check_sandbox(config: SandboxConfig, *, key: str) -> None:
         ConfigError: If a key that this provider needs is missing.
     """
     try:
-        make_sandbox(config)
+        make_sandbox(config, access)
     except AgentRLError as error:
         inner = error.details.get("key")
         error.details["key"] = f"{key}.{inner}" if inner else key

@@ -10,7 +10,7 @@ from agentrl.errors import SandboxError
 from agentrl.plugins.call import setting_up
 from agentrl.sandbox.base import Execution
 from agentrl.sandbox.guest_client import GuestClient, WarmPool
-from agentrl.sandbox.spawner_client import LocalProvider, SpawnerClient
+from agentrl.sandbox.spawner_client import AgentAccess, LocalProvider, SpawnerClient
 
 _NEW_SANDBOX = "[a new sandbox: what was left in the old one is gone]\n"
 
@@ -21,11 +21,14 @@ class LocalSandbox:
     Args:
         config: The sandbox's keys.
         provider: The provider that isolates the code.
+        access: What an agent reaches; None for other code.
     """
 
-    def __init__(self, config: SandboxConfig, provider: LocalProvider) -> None:
+    def __init__(
+        self, config: SandboxConfig, provider: LocalProvider, access: AgentAccess | None = None
+    ) -> None:
         self.config, self.provider = config, provider
-        self._spawner = SpawnerClient(config, provider)
+        self._spawner = SpawnerClient(config, provider, access)
         self._pool = WarmPool(partial(GuestClient.start, self._spawner), config.num_warm)
         self._guests: set[GuestClient] = set()
         self._is_closed = False

@@ -12,19 +12,34 @@ import sys
 import sysconfig
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import SandboxError
-from agentrl.sandbox.syscall_filter import syscall_filter
+from agentrl.sandbox.syscall_filter import IP_FAMILIES, syscall_filter
 
 LocalProvider = Literal["sandlock", "bubblewrap", "subprocess"]
 _INSIDE = Path(__file__).with_name("inside").resolve()
 SPAWNER = _INSIDE / "spawner.py"
+_GATEWAY = "/run/gateway.sock"
+"""The path of the gateway's socket in an agent's sandbox."""
 _END_WAIT_S, _DEATH_WAIT_S = 10.0, 0.2
 _MAX_TIMERS = 256
 """POSIX timers and queued signals of a user. Their memory in the kernel counts for no process."""
+
+
+@dataclass(frozen=True)
+class AgentAccess:
+    """What an agent reaches in a sandbox, in addition to what all code does."""
+
+    readable: tuple[str, ...] = ()
+    """Files and folders, at their own paths."""
+    gateway: str | None = None
+    """The gateway's Unix socket; None in a trial run."""
+    port: int = 0
+    """The port of 127.0.0.1 at which the agent finds the gateway."""
 
 
 class Sockets(NamedTuple):
@@ -42,10 +57,13 @@ class SpawnerClient:
     Args:
         config: The sandbox's keys.
         provider: The provider of the sandboxes.
+        access: What an agent reaches; None for other code.
     """
 
-    def __init__(self, config: SandboxConfig, provider: LocalProvider) -> None:
-        self._config = config
+    def __init__(
+        self, config: SandboxConfig, provider: LocalProvider, access: AgentAccess | None = None
+    ) -> None:
+        self._config, self._access = config, access
         self.provider: LocalProvider = provider
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
@@ -74,7 +92,7 @@ class SpawnerClient:
     def _start(self) -> socket.socket:
         requests, far = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
-        settings = json.dumps(_spawner_settings(self._config, self.provider))
+        settings = json.dumps(_spawner_settings(self._config, self.provider, self._access))
         with far:
             self._process = subprocess.Popen(
                 [sys.executable, "-E", "-s", "-S", str(SPAWNER), settings],
@@ -147,7 +165,9 @@ class SpawnerClient:
         await asyncio.to_thread(self.close_now)
 
 
-def _spawner_settings(config: SandboxConfig, provider: LocalProvider) -> dict[str, object]:
+def _spawner_settings(
+    config: SandboxConfig, provider: LocalProvider, access: AgentAccess | None
+) -> dict[str, object]:
     """Collect what a spawner needs: the limits, and what of this machine the code may see.
 
     Raises:
@@ -165,6 +185,14 @@ def _spawner_settings(config: SandboxConfig, provider: LocalProvider) -> dict[st
     packages = dict.fromkeys(str(Path(paths[name]).resolve()) for name in names)
     temporary = Path(tempfile.gettempdir()).resolve()
     is_isolated = provider != "subprocess"
+    families = () if access is None else IP_FAMILIES
+    readable: dict[str, str] = {}
+    relay: tuple[str, int] | None = None
+    if access is not None:
+        readable = {path: path for path in access.readable if os.path.exists(path)}
+        if access.gateway is not None:
+            readable[_GATEWAY] = access.gateway
+            relay = (_GATEWAY, access.port)
     limits = {
         "rlimits": {
             "RLIMIT_AS": config.memory_bytes,
@@ -175,12 +203,14 @@ def _spawner_settings(config: SandboxConfig, provider: LocalProvider) -> dict[st
             "RLIMIT_SIGPENDING": _MAX_TIMERS,
         },
         "is_isolated": is_isolated,
-        "syscall_filter": syscall_filter().hex() if is_isolated else None,
+        "syscall_filter": syscall_filter(families=families).hex() if is_isolated else None,
+        "relay": relay,
     }
     return {
         "provider": provider,
         "folders": str(temporary / f"agentrl-sandbox-{os.geteuid()}-"),
         "environment": [str(home), str(_INSIDE), *packages],
+        "readable": readable,
         "executable": str(executable.relative_to(home)),
         "needs_namespaces": provider == "sandlock" and config.provider != "sandlock",
         "limits": limits,

@@ -4,7 +4,8 @@ Namespaces hide files, processes and networks. Landlock refuses to open files an
 Both leave other interfaces of the kernel open. The filter refuses five kinds of calls:
 
 1. Interfaces that were used for escapes (io_uring, userfaultfd, keyrings, bpf), namespaces, mounts.
-2. Sockets of every family except Unix. Landlock checks `connect` and `bind` of plain TCP only:
+2. Sockets of every family except Unix; an agent has those of IP too, in a network of its own, by
+   which it reaches the gateway. Landlock checks `connect` and `bind` of plain TCP only:
    MPTCP, fast open and `listen` without `bind` pass it. The memory of TCP sockets is one budget of
    the whole machine, which no namespace divides.
 3. Memory that counts for no process, so that no limit applies: files without a name, System V
@@ -25,6 +26,7 @@ The filter is classic BPF as `seccomp(2)` describes it: statements of 8 bytes ov
 import errno
 import platform
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from agentrl.errors import SandboxError
@@ -40,7 +42,9 @@ _BUFFER_SIZES = (7, 8, 32, 33)
 """SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE."""
 _SET_PIPE_SIZE = 1031
 _UNIX = 1
-"""The family of sockets."""
+"""The family of sockets that everything may open."""
+IP_FAMILIES = (2, 10)
+"""The families of IP, versions 4 and 6."""
 _SELF, _OF_PROCESS, _INPUT_OF_PROCESS = 0, 0, 1
 """The number that means the caller; the kinds of `setpriority` and `ioprio_set` that accept it."""
 _FIRST_NEW_CALL = 443
@@ -61,10 +65,11 @@ class _Rule(NamedTuple):
     mask: int = 0xFFFFFFFF
     """The bits to compare. The kernel reads at most 32 bits of these arguments."""
     error: int = errno.EPERM
+    others: tuple[int, ...] = ()
+    """Further values that a required argument may have."""
 
 
 _RULES = (
-    _Rule("socket", 0, _UNIX, error=errno.EAFNOSUPPORT),
     _Rule("socketpair", 0, _UNIX, error=errno.EAFNOSUPPORT),
     *(_Rule("setsockopt", 2, option, is_required=False) for option in _BUFFER_SIZES),
     _Rule("fcntl", 1, _SET_PIPE_SIZE, is_required=False),
@@ -146,8 +151,12 @@ _MACHINES = {
 }
 
 
-def syscall_filter(machine: str | None = None) -> bytes:
+def syscall_filter(machine: str | None = None, *, families: tuple[int, ...] = ()) -> bytes:
     """Make the filter for a machine; None for this one.
+
+    Args:
+        machine: Its architecture.
+        families: The families of sockets that are allowed, besides Unix.
 
     Raises:
         SandboxError: If the numbers of its system calls are unknown.
@@ -157,10 +166,11 @@ def syscall_filter(machine: str | None = None) -> bytes:
         raise SandboxError(
             f"no filter of system calls for {machine}", expected=" or ".join(_MACHINES)
         )
-    return b"".join(_statements(_MACHINES[machine]))
+    sockets = _Rule("socket", 0, _UNIX, error=errno.EAFNOSUPPORT, others=families)
+    return b"".join(_statements(_MACHINES[machine], (sockets, *_RULES)))
 
 
-def _statements(machine: _Machine) -> list[bytes]:
+def _statements(machine: _Machine, rules: Sequence[_Rule]) -> list[bytes]:
     statements = [
         _statement(_LOAD, _AT_ARCHITECTURE),
         _statement(_JUMP_EQUAL, machine.architecture, then=1),
@@ -174,7 +184,7 @@ def _statements(machine: _Machine) -> list[bytes]:
     for number in machine.attributes:  # programs expect this of file systems without attributes
         statements += _if(_JUMP_EQUAL, number, [_refuse(errno.EOPNOTSUPP)])
     numbers = dict(zip(_CALLS, machine.numbers, strict=True))
-    for rule in _RULES:
+    for rule in rules:
         statements += _if(_JUMP_EQUAL, numbers[rule.call], _check(rule))
     return [*statements, _statement(_RETURN, _ALLOW)]
 
@@ -183,9 +193,14 @@ def _check(rule: _Rule) -> list[bytes]:
     """Refuse a call by one argument; else load its number again for the next rules."""
     at = _AT_ARGUMENTS + rule.argument * _ARGUMENT_BYTES
     found, other = (1, 0) if rule.is_required else (0, 1)
+    further = len(rule.others)
     return [
         _statement(_LOAD, at),
         _statement(_AND, rule.mask),
+        *(
+            _statement(_JUMP_EQUAL, value, then=1 + further - index)
+            for index, value in enumerate(rule.others)
+        ),
         _statement(_JUMP_EQUAL, rule.value, then=found, is_not=other),
         _refuse(rule.error),
         _statement(_LOAD, _AT_NUMBER),

@@ -21,7 +21,7 @@ from agentrl.trainer.state.resume import (
 )
 from agentrl.trainer.state.run_folder import STARTED_AS, changed_keys, write_start
 from agentrl.trainer.state.summary import Summary
-from agentrl.workers.checkpoint import MANIFEST, Checkpoint, RunState
+from agentrl.workers.checkpoint import MANIFEST, STATE, Checkpoint, RunState, reading
 from agentrl.workers.export import ABOUT, export_adapter, export_hf
 from agentrl.workers.snapshot import (
     RunningSave,
@@ -83,10 +83,12 @@ class Checkpointer:
         state = load_run(checkpoint, parts.actor, parts.critic)
         with self._world.raise_on_all_ranks():
             check_origin(state.origin, self._config, path)
-        parts.order.load_state_dict(state.data)
-        parts.credit.load_state_dict(state.trainer.pop(CREDIT, {}))
         run = path.resolve().parents[1] if isinstance(path, Path) else self._folder
-        start = run / state.trainer.pop(STARTED_AS, "")
+        with reading(path, STATE):
+            parts.order.load_state_dict(state.data)
+            parts.credit.load_state_dict(state.trainer.pop(CREDIT, {}))
+            start = run / state.trainer.pop(STARTED_AS, "")
+            Summary(**state.trainer)
         state.trainer["checkpoint"] = str(path)
         lines = [f"resumed from {path} at step {state.step}"]
         changes = changed_keys(start, self._config)

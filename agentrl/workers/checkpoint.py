@@ -21,9 +21,9 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
@@ -33,7 +33,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from agentrl.atomic_io import move_into
-from agentrl.errors import CheckpointError, StoreError
+from agentrl.errors import AgentRLError, CheckpointError, StoreError
 from agentrl.remote_io import Location, RemotePath
 from agentrl.workers.rng import RandomState
 from agentrl.workers.shards import LocalSlice, Overlap, byte_view, overlap
@@ -51,6 +51,16 @@ CRITIC = "critic/"
 """Prefix of the critic's tensors: `critic/weight/NAME`; the actor's have none."""
 _FOLDER = re.compile(r"global_step_(\d+)")
 _FORMAT_1 = {"model.safetensors": WEIGHT, "optimizer.safetensors": ""}
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
+"""Errors that a file with other content than agentrl writes can raise."""
 _NUM_THREADS = 4
 _READ_BYTES = 2**20
 _COPY_BYTES = 2**24
@@ -202,7 +212,7 @@ class Checkpoint:
                     wanted.setdefault(slice_.file, []).append((name, slice_))
         for file, slices in wanted.items():
             prefix = _FORMAT_1.get(file, "") if self.manifest.format == 1 else ""
-            with (self.path / file).open("rb") as stream:
+            with reading(self.path, file), (self.path / file).open("rb") as stream:
                 header, data_start = _read_header(stream)
                 entries = [(header[name.removeprefix(prefix)], name, one) for name, one in slices]
                 for entry, name, slice_ in sorted(entries, key=lambda e: e[0]["data_offsets"]):
@@ -382,6 +392,26 @@ def _damaged(path: Location, name: str) -> CheckpointError:
     return CheckpointError(f"{path.name} is damaged: {name} is missing or was changed", path=path)
 
 
+@contextmanager
+def reading(path: Location, file: str) -> Iterator[None]:
+    """Turn any error of reading a file of a checkpoint into one that names the file.
+
+    Raises:
+        CheckpointError: if the file was written or changed by something else than agentrl.
+    """
+    try:
+        yield
+    except (AgentRLError, torch.OutOfMemoryError):
+        raise
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"{path.name} is damaged: {file} cannot be read: {type(error).__name__}: {error}",
+            path=path,
+            expected="the file as agentrl wrote it, or an earlier checkpoint "
+            "(trainer.resume_mode=resume_path)",
+        ) from error
+
+
 def _read_contents(path: Location, manifest: Manifest) -> Checkpoint:
     """Read the state and the headers: undamaged files may still be of another format."""
     name, tensors = STATE, manifest.tensors
@@ -399,8 +429,8 @@ def _read_contents(path: Location, manifest: Manifest) -> Checkpoint:
                     if key != "__metadata__"
                     for shape in [entry["shape"]]
                 }
-    except (ValueError, OSError) as error:
-        text = str(error)
+    except _UNREADABLE as error:
+        text = f"{type(error).__name__}: {error}"
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             text = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

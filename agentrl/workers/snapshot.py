@@ -14,6 +14,7 @@ from agentrl.remote_io import Location
 from agentrl.workers.actor import Actor
 from agentrl.workers.checkpoint import (
     CRITIC,
+    STATE,
     SUPERSEDED,
     WEIGHT,
     Checkpoint,
@@ -21,6 +22,7 @@ from agentrl.workers.checkpoint import (
     RunState,
     newest_first,
     open_checkpoint,
+    reading,
 )
 from agentrl.workers.checkpoint_writer import GRACE_S, CheckpointWriter, copy_to_host
 from agentrl.workers.critic import Critic
@@ -219,7 +221,8 @@ def load_run(checkpoint: Checkpoint, actor: Actor, critic: Critic | None = None)
     with ExitStack() as in_use:
         for prefix, updater in _by_prefix(actor, critic):
             in_use.enter_context(updater.on_device())
-            counters = UpdateCounters(**(state.critic if prefix else state.actor))
+            with reading(checkpoint.path, STATE):
+                counters = UpdateCounters(**(state.critic if prefix else state.actor))
             own = updater.optimizer.allocate_state(
                 _moments(checkpoint, prefix), counters.num_optimizer_steps
             )
@@ -227,8 +230,9 @@ def load_run(checkpoint: Checkpoint, actor: Actor, critic: Critic | None = None)
             targets |= {prefix + name: part for name, part in own.items()}
             updater.num_updates = counters.num_updates
         on_every_rank(actor.world, lambda: checkpoint.read(targets))
-    if actor.world.rank < len(state.random):
-        restore_random_state(state.random[actor.world.rank])
+    with actor.world.raise_on_all_ranks(), reading(checkpoint.path, STATE):
+        if actor.world.rank < len(state.random):
+            restore_random_state(state.random[actor.world.rank])
     return state
 
 

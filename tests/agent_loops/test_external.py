@@ -5,6 +5,7 @@ The agents here are small programs of the standard library, so that a test start
 
 import asyncio
 import json
+import os
 import sys
 import textwrap
 import time
@@ -608,11 +609,82 @@ async def test_isolated_program_that_is_late_is_killed_with_its_children(gateway
             await asyncio.sleep(0.05)
 
 
+@needs_bubblewrap
+async def test_isolated_program_cannot_make_its_own_files_writable(gateway, tmp_path):
+    """As root too: every read-only file system stays so, and no capability is left."""
+    source = """
+    import ctypes
+    ask()
+    libc = ctypes.CDLL(None)
+    mounts = [line.split()[1].encode() for line in open("/proc/self/mounts")]
+    print([path for path in mounts if libc.mount(None, path, None, 32 | 4096, None) == 0])
+    with open(sys.argv[0], "a") as file:
+        file.write("changed")
+    """
+    command = program(tmp_path, source)
+    file = tmp_path / "agent.py"
+    file.chmod(0o666)
+    before = file.read_text()
+    request = await run(gateway, command=command, sandbox=BUBBLEWRAP)
+    assert request.agent_run is not None
+    assert request.agent_run.stdout == "[]\n", request.agent_run
+    assert "Read-only file system" in request.agent_run.stderr
+    assert file.read_text() == before
+
+
 def test_only_commands_are_isolated():
     with pytest.raises(ValueError, match="isolates a `command` only"):
         AgentConfig.model_validate({"python": "a:b", "sandbox": BUBBLEWRAP})
     with pytest.raises(ValueError, match="write bubblewrap"):
         AgentConfig.model_validate({"command": ["python"], "sandbox": {"provider": "auto"}})
+
+
+def test_time_of_an_agent_is_not_a_limit_of_its_sandbox():
+    with pytest.raises(ValueError, match=r"an agent's time is `rollout\.agent\.timeout_s`"):
+        AgentConfig.model_validate({"command": ["a"], "sandbox": BUBBLEWRAP | {"timeout_s": 3.0}})
+
+
+@needs_bubblewrap
+def test_program_that_its_own_user_cannot_read_is_an_error_at_start(tmp_path):
+    command = program(tmp_path, "")
+    (tmp_path / "agent.py").chmod(0o600)
+    config = AgentConfig.model_validate({"command": command, "sandbox": BUBBLEWRAP})
+    if os.geteuid() != 0:
+        pytest.skip("only root gives an agent a user of its own")
+    with pytest.raises(ConfigError, match=r"agent\.py can be read by its owner alone"):
+        ExternalAgent(config, Gateway())
+
+
+@needs_bubblewrap
+async def test_isolated_program_gets_no_variable_of_the_trainer(gateway, tmp_path, monkeypatch):
+    """Its address can be a secret, and no rule for names finds that."""
+    monkeypatch.setenv("DATABASE_URL", "postgres://user:password@host/db")
+    source = "ask()\nprint(os.environ.get('DATABASE_URL'), os.environ['MINE'])"
+    request = await run_program(
+        gateway, tmp_path, source, sandbox=BUBBLEWRAP, env={"MINE": "given"}
+    )
+    assert request.agent_run is not None
+    assert request.agent_run.stdout == "None given\n"
+
+
+@needs_bubblewrap
+async def test_isolated_program_makes_more_calls_than_it_has_processes(gateway, tmp_path):
+    """The relay uses none of them, whatever number of connections is open."""
+    source = """
+    from urllib.parse import urlsplit
+    import socket
+    url = urlsplit(os.environ["OPENAI_BASE_URL"])
+    opened = [socket.create_connection((url.hostname, url.port)) for _ in range(20)]
+    for each in opened:
+        each.sendall(b"GET /v1/models HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
+    print({each.recv(12) for each in opened})
+    ask()
+    """
+    limits = BUBBLEWRAP | {"max_processes": 2}
+    request = await run_program(gateway, tmp_path, source, sandbox=limits)
+    assert request.agent_run is not None
+    assert request.stop_reason is StopReason.ANSWERED, request.agent_run
+    assert request.agent_run.stdout.count("HTTP/1.1") == 1
 
 
 # Many at once.

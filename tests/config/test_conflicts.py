@@ -1,6 +1,6 @@
 """What of the scoring's keys cannot be meant together, and what changes nothing."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from omegaconf import OmegaConf
@@ -9,7 +9,7 @@ from agentrl.config import parse_config
 from agentrl.config.conflicts import Purpose, find_conflicts
 from agentrl.config.dead_keys import find_dead_keys
 from agentrl.config.schema.reward import TAKEN_NAMES
-from agentrl.config.schema.sandbox import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig, SandboxProviderName
 from agentrl.config.verl.reading import read_verl_tree
 from agentrl.errors import ConfigError
 from agentrl.rewards.combination import Source
@@ -118,6 +118,33 @@ def test_unused_keys_a_sandbox_names_the_keys_that_it_does_not_read():
     read = {"provider", "url", "timeout_s", "memory_bytes", "max_output_bytes"}
     assert given.find_unread().keys() == every.keys() - read
     assert SandboxConfig.model_validate(SERVICE).find_unread() == {}
+
+
+LIMITS = {
+    "timeout_s": 3.0, "cpu_s": 3.0, "memory_bytes": 2**30, "max_processes": 3,
+    "max_open_files": 33, "max_output_bytes": 333, "disk_bytes": 2**21,
+}  # fmt: skip
+NOT_KEPT = {
+    "subprocess": {"max_processes"},
+    "sandbox_fusion": {"cpu_s", "max_processes", "max_open_files", "disk_bytes"},
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("provider", get_args(SandboxProviderName))
+def test_a_limit_that_the_provider_cannot_keep_is_refused(provider, limit):
+    keys = SERVICE if provider == "sandbox_fusion" else {"provider": provider, "trusted": True}
+    keys = keys | {limit: LIMITS[limit]}
+    if limit in NOT_KEPT.get(provider, ()):
+        with pytest.raises(ConfigError, match=f"provider {provider} cannot keep this limit"):
+            run(sandbox=keys)
+    else:
+        run(sandbox=keys)
+
+
+def test_every_limit_of_a_sandbox_is_either_kept_or_refused():
+    others = {"provider", "trusted", "url", "site_packages", "num_warm"}
+    assert SandboxConfig.model_fields.keys() - others == LIMITS.keys()
 
 
 def verl(**changes: Any):

@@ -9,12 +9,18 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
 
+from agentrl.agent_loops.agent_program import AgentProgram
+from agentrl.agent_loops.agent_record import AgentRecord
+from agentrl.agent_loops.gateway import Gateway
+from agentrl.config.schema.agent import AgentConfig
 from agentrl.config.schema.sandbox import SandboxConfig, SandboxProviderName
-from agentrl.sandbox import Execution, ExecutionEnd, Sandbox, make_sandbox
+from agentrl.sandbox import Execution, ExecutionEnd, make_sandbox
 
 MIB = 1024**2
 LIMITS = SandboxConfig(
@@ -107,15 +113,20 @@ PROBES = (
     Probe(
         "list_homes",
         "list /root, /home, /etc and the trainer's temporary folder",
-        "def listed(path): return bool(os.listdir(path))\n"
-        "reached(any(goes(lambda: listed(p)) for p in ['/root', '/home', '/etc/ssl', OUTSIDE]))",
+        # The path to a Python that the code may use can be in a home.
+        "def listed(path): return len(os.listdir(path)) > (path in ('/root', '/home'))\n"
+        "paths = ['/root', '/home', '/etc/security', '/etc/default', OUTSIDE]\n"
+        "reached(any([goes(lambda: listed(path)) for path in paths]))",
     ),
     Probe(
         "environ",
         "read the trainer's environment",
-        "ours = {'PATH', 'HOME', 'TMPDIR', 'LANG', 'LC_CTYPE', 'PYTHONDONTWRITEBYTECODE', 'PWD'}\n"
-        "print(set(os.environ) - ours)\n"
-        "reached(set(os.environ) - ours or goes(lambda: open(f'/proc/{PID}/environ').read()))",
+        "ours = {'PATH', 'HOME', 'TMPDIR', 'LANG', 'LC_CTYPE', 'PYTHONDONTWRITEBYTECODE', 'PWD',\n"
+        "        'LC_ALL', 'TZ', 'TERM', 'NO_PROXY', 'no_proxy'}\n"
+        "given = ('AGENTRL_', 'OPENAI_', 'ANTHROPIC_')\n"
+        "found = {name for name in set(os.environ) - ours if not name.startswith(given)}\n"
+        "print(found)\n"
+        "reached(found or goes(lambda: open(f'/proc/{PID}/environ').read()))",
     ),
     Probe(
         "processes",
@@ -417,6 +428,34 @@ PROBES = (
         "reached(libc.mount(b'none', b'.', b'tmpfs', 0, None) == 0)",
     ),
     Probe(
+        "remount",
+        "make a read-only file system writable",
+        "libc.unshare(0x20000)  # so that nothing changes outside\n"
+        "paths = [b'/', b'/usr']\n"
+        "def read(): paths.extend(line.split()[1] for line in open('/proc/self/mounts', 'rb'))\n"
+        "goes(read)\n"
+        "reached(any([libc.mount(None, path, None, 32 | 4096, None) == 0 for path in paths]))",
+    ),
+    Probe(
+        "write_programs",
+        "change the programs that it runs, or the gateway's socket",
+        "def writes(path): os.close(os.open(path, os.O_WRONLY))\n"
+        "paths = [sys.executable, os.__file__, '/run/gateway.sock']\n"
+        "folders = [os.path.dirname(os.path.realpath(path)) for path in paths]\n"
+        "reached(any([goes(lambda: writes(path)) for path in paths])\n"
+        "        or any([os.access(folder, os.W_OK) for folder in folders if folder]))",
+    ),
+    Probe(
+        "without_a_filter",
+        "run without a filter of system calls",
+        "reached(libc.prctl(21, 0, 0, 0, 0) != 2)",
+    ),
+    Probe(
+        "new_privileges",
+        "gain privileges from a program that has them",
+        "reached(libc.prctl(39, 0, 0, 0, 0) != 1)",
+    ),
+    Probe(
         "list_mounts",
         "list the machine's mounts by `listmount`",
         "class Asked(ctypes.Structure):\n"
@@ -497,38 +536,92 @@ def _echo(udp: socket.socket) -> None:
             udp.sendto(*received)
 
 
-def run_probes(provider: SandboxProviderName) -> dict[str, Execution]:
-    """Run every probe in a session of its own, some at a time."""
+Use = Literal["session", "program", "agent"]
+"""What runs the code: a session, as tools and tests of functions do; a program, as graders and the
+judges of code do; an agent."""
+USES: tuple[Use, ...] = get_args(Use)
+Run = Callable[[str, float | None], Awaitable[Execution]]
+AGENT = "import json, sys\nexec(json.load(sys.stdin)['source'], {'__name__': '__main__'})\n"
+
+
+def run_probes(provider: SandboxProviderName, use: Use = "session") -> dict[str, Execution]:
+    """Run every probe in a sandbox of its own, some at a time."""
     config = LIMITS.model_copy(update={"provider": provider, "trusted": True})
 
     async def run_all(host: Host) -> dict[str, Execution]:
-        sandbox = make_sandbox(config)
         some = asyncio.Semaphore(4)
 
-        async def run(probe: Probe) -> Execution:
+        async def run(probe: Probe, run_once: Run) -> Execution:
             async with some:
-                return await run_once(sandbox, host.fill(probe.source), probe.timeout_s)
+                return await run_once(host.fill(probe.source), probe.timeout_s)
 
-        try:
-            done = await asyncio.gather(*map(run, PROBES))
-        finally:
-            await sandbox.close()
+        async with _agent(config) if use == "agent" else _code(config, use) as run_once:
+            done = await asyncio.gather(*(run(probe, run_once) for probe in PROBES))
         return {probe.name: each for probe, each in zip(PROBES, done, strict=True)}
 
     with open_host() as host:
         return asyncio.run(run_all(host))
 
 
-async def run_once(sandbox: Sandbox, source: str, timeout_s: float | None) -> Execution:
-    """Run code in a session of its own."""
-    session = await sandbox.open_python()
+@asynccontextmanager
+async def _code(config: SandboxConfig, use: Use) -> AsyncIterator[Run]:
+    sandbox = make_sandbox(config)
+
+    async def run_session(source: str, timeout_s: float | None) -> Execution:
+        session = await sandbox.open_python()
+        try:
+            return await session.run(source, timeout_s=timeout_s)
+        finally:
+            await session.close()
+
+    async def run_program(source: str, timeout_s: float | None) -> Execution:
+        files = {"main.py": source}
+        return await sandbox.run_program(["python", "main.py"], files=files, timeout_s=timeout_s)
+
     try:
-        return await session.run(source, timeout_s=timeout_s)
+        yield run_session if use == "session" else run_program
     finally:
-        await session.close()
+        await sandbox.close()
 
 
-def stopped(provider: SandboxProviderName) -> dict[str, bool]:
+@asynccontextmanager
+async def _agent(limits: SandboxConfig) -> AsyncIterator[Run]:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        script = Path(folder) / "agent.py"
+        script.write_text(AGENT, encoding="utf-8")
+        script.chmod(0o666)
+        defaults = {"timeout_s": SandboxConfig().timeout_s}
+        if limits.provider == "subprocess":  # which refuses a limit that it cannot keep
+            defaults["max_processes"] = SandboxConfig().max_processes
+        limits = limits.model_copy(update=defaults)
+        config = AgentConfig(command=["python", str(script)], sandbox=limits)
+        async with Gateway() as gateway:
+            agent = AgentProgram(config, [*(config.command or ())], gateway, prints_reward=False)
+
+            async def run(source: str, timeout_s: float | None) -> Execution:
+                record = AgentRecord(
+                    base_url=f"{gateway.address}/v1",
+                    key="key",
+                    row={"source": source},
+                    model="policy",
+                    request_id="r-1",
+                    environment={},
+                )
+                ended = (await agent(record, timeout_s or LIMITS.timeout_s)).run
+                return Execution(
+                    end=ExecutionEnd(ended.end),
+                    stdout=ended.stdout,
+                    stderr=ended.stderr,
+                    exit_code=ended.exit_code,
+                )
+
+            try:
+                yield run
+            finally:
+                await agent.close()
+
+
+def stopped(provider: SandboxProviderName, use: Use = "session") -> dict[str, bool]:
     """Say of each probe whether it was stopped."""
-    done = run_probes(provider)
+    done = run_probes(provider, use)
     return {probe.name: probe.is_contained(done[probe.name]) for probe in PROBES}

@@ -1,6 +1,7 @@
 """The choice of a provider, and the error if none can isolate code."""
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,10 @@ import pytest
 
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import MissingExtraError, SandboxError
-from agentrl.sandbox import make_sandbox
+from agentrl.sandbox import make_sandbox, spawner_client
 from agentrl.sandbox.factory import unavailable_reason
 from agentrl.sandbox.local import LocalSandbox
-from agentrl.sandbox.spawner_client import SPAWNER
+from agentrl.sandbox.spawner_client import SPAWNER, AgentAccess
 from agentrl.sandbox.syscall_filter import syscall_filter
 
 
@@ -151,7 +152,9 @@ def test_filter_of_an_unknown_machine_is_an_error():
 def test_sandlock_without_namespaces_is_not_taken_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    def why(provider: str, *, is_asked_for: bool = False) -> str | None:
+    def why(
+        provider: str, *, is_asked_for: bool = False, access: AgentAccess | None = None
+    ) -> str | None:
         return None if is_asked_for else f"{provider} has no namespaces"
 
     monkeypatch.setattr("agentrl.sandbox.factory.unavailable_reason", why)
@@ -162,6 +165,65 @@ def test_sandlock_without_namespaces_is_not_taken_unless_it_is_asked_for(
     assert "sandlock has no namespaces" in caplog.text
     with pytest.raises(SandboxError, match="bubblewrap has no namespaces"):
         make_sandbox(SandboxConfig(provider="bubblewrap"))
+
+
+NO_FILTER = ("guest.py", "is not None:\n        kernel", "== 0:\n        kernel")
+HOLES = {
+    "read a file of the trainer": [
+        ("filesystem_view.py", '"/mnt", *SYSTEM', '"/mnt", "/var", *SYSTEM'),
+        ("backends.py", "*further,", '*further, "--bind", "/var/tmp", "/var/tmp",'),
+    ],
+    "connect to a port": [
+        ("backends.py", '"--unshare-all"', '"--unshare-all", "--share-net"'),
+        ("namespaces.py", " | kernel.CLONE_NEWNET", ""),
+    ],
+    "keep a capability": [("backends.py", "--cap-drop", "--cap-add")],
+    "run without a filter of system calls": [NO_FILTER],
+    "make a read-only file system writable": [  # the options that agents had
+        ("backends.py", '"--unshare-user", "--disable-userns", ', ""),
+        ("backends.py", '"--uid", "65534", "--gid", "65534", ', ""),
+        ("backends.py", "--cap-drop", "--cap-add"),
+        ("supervisor.py", "if os.geteuid() == 0 and", "if os.geteuid() < 0 and"),
+        NO_FILTER,
+    ],
+    "open more files than it may": [("processes.py", "setrlimit(kind, (", "getrlimit(kind) or ((")],
+    "start more processes than it may": [
+        ("backends.py", '"RLIMIT_NPROC": max_processes', '"RLIMIT_NPROC": 4096')
+    ],
+    "write more than it may": [
+        ("supervisor.py", 'self._user, self._settings["disk_bytes"]', "self._user, 2**30")
+    ],
+    "use memory that no limit counts": [NO_FILTER],
+    "open a user namespace": [
+        ("backends.py", '"--disable-userns", ', ""),
+        NO_FILTER,
+    ],
+}
+"""Changes of the programs in `inside` that open a hole, by the attack that finds it."""
+
+
+@pytest.mark.parametrize("attack", HOLES)
+@pytest.mark.usefixtures("fresh")
+def test_a_sandbox_with_a_hole_is_not_used(
+    attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if attack == "make a read-only file system writable" and os.geteuid() != 0:
+        pytest.skip("only root has this hole")
+    access = AgentAccess() if attack == "connect to a port" else None
+    if unavailable_reason("bubblewrap", access=access):
+        pytest.skip("bubblewrap cannot run here")
+    unavailable_reason.cache_clear()
+    shutil.copytree(SPAWNER.parent, tmp_path / "inside")
+    for name, text, changed in HOLES[attack]:
+        file = tmp_path / "inside" / name
+        source = file.read_text(encoding="utf-8")
+        assert source.count(text) == 1
+        file.write_text(source.replace(text, changed), encoding="utf-8")
+    monkeypatch.setattr(spawner_client, "SPAWNER", tmp_path / "inside/spawner.py")
+    monkeypatch.setattr(spawner_client, "_INSIDE", tmp_path / "inside")
+    reason = unavailable_reason("bubblewrap", access=access)
+    assert reason is not None
+    assert f"'{attack}'" in reason or f'"{attack}"' in reason
 
 
 WITHOUT_NAMESPACES = """

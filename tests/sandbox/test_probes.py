@@ -17,7 +17,7 @@ import pytest
 from agentrl.sandbox.factory import unavailable_reason
 from agentrl.sandbox.inside import kernel
 from agentrl.sandbox.spawner_client import LocalProvider, sandlock_folder
-from tests.fakes.probes import PROBES, stopped
+from tests.fakes.probes import PROBES, Use, stopped
 from tests.fakes.user_modes import NO_ENTRY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,8 +25,12 @@ TRUST = (ROOT / "docs/trust.md").read_text(encoding="utf-8")
 PROVIDERS: tuple[LocalProvider, ...] = get_args(LocalProvider)
 ISOLATING: tuple[LocalProvider, ...] = ("sandlock", "bubblewrap")
 WITHOUT_NAMESPACES = "sandlock without namespaces"
-COLUMNS = ("sandlock", WITHOUT_NAMESPACES, "bubblewrap", "subprocess")
+AGENT = "agent in bubblewrap"
+COLUMNS = ("sandlock", WITHOUT_NAMESPACES, "bubblewrap", AGENT, "subprocess")
 """Of the page's table."""
+
+OWN_NETWORK = ("tcp_listen", "tcp_memory")
+"""What an agent can do in its own network, by which it reaches the gateway."""
 
 measured = functools.cache(stopped)
 
@@ -43,6 +47,12 @@ def test_probe_is_stopped(provider: LocalProvider, probe: str):
     assert measured(provider)[probe]
 
 
+@pytest.mark.parametrize("probe", [probe.name for probe in PROBES])
+def test_probe_of_an_agent_is_stopped_unless_it_is_about_its_own_network(probe: str):
+    skip_without("bubblewrap")
+    assert measured("bubblewrap", "agent")[probe] is (probe not in OWN_NETWORK)
+
+
 def table() -> dict[str, dict[str, bool]]:
     """Read the page's table: what each column stops, by the words of the probe."""
     rows = re.findall(r"^\| ([^|]+) \|" + r" (\w+) \|" * len(COLUMNS) + "$", TRUST, re.M)
@@ -55,6 +65,7 @@ def table() -> dict[str, dict[str, bool]]:
 def stopped_by(column: str) -> dict[str, bool]:
     """Read a column of the page's table, by the names of the probes."""
     said = table()
+    assert [*said] == [probe.what for probe in PROBES]
     return {probe.name: said[probe.what][column] for probe in PROBES}
 
 
@@ -63,33 +74,44 @@ def test_page_on_trust_lists_every_probe_once():
 
 
 @pytest.mark.parametrize(
-    "provider", [*ISOLATING, pytest.param("subprocess", marks=pytest.mark.slow)]
+    ("provider", "use", "column"),
+    [
+        ("sandlock", "session", "sandlock"),
+        ("bubblewrap", "session", "bubblewrap"),
+        ("bubblewrap", "agent", AGENT),
+        pytest.param("sandlock", "program", "sandlock", marks=pytest.mark.slow),
+        pytest.param("bubblewrap", "program", "bubblewrap", marks=pytest.mark.slow),
+        pytest.param("subprocess", "session", "subprocess", marks=pytest.mark.slow),
+        pytest.param("subprocess", "agent", "subprocess", marks=pytest.mark.slow),
+    ],
 )
-def test_page_on_trust_says_what_is_measured(provider: LocalProvider):
+def test_page_on_trust_says_what_is_measured(provider: LocalProvider, use: Use, column: str):
     if provider in ISOLATING:
         skip_without(provider)
     elif os.geteuid() != 0:
-        pytest.skip("what a process with limits alone may do is told for root")
-    assert stopped_by(provider) == measured(provider)
+        pytest.skip("the page says what a process with limits alone can do as root")
+    assert stopped_by(column) == measured(provider, use)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("provider", "mode", "column"),
+    ("provider", "use", "mode", "column"),
     [
-        ("sandlock", "user", "sandlock"),
-        ("bubblewrap", "user", "bubblewrap"),
-        ("sandlock", "user with covered /proc", "sandlock"),
-        ("sandlock", "user without namespaces", WITHOUT_NAMESPACES),
-        ("sandlock", "root without namespaces", WITHOUT_NAMESPACES),
+        ("sandlock", "session", "user", "sandlock"),
+        ("bubblewrap", "session", "user", "bubblewrap"),
+        ("bubblewrap", "program", "user", "bubblewrap"),
+        ("bubblewrap", "agent", "user", AGENT),
+        ("sandlock", "session", "user with covered /proc", "sandlock"),
+        ("sandlock", "session", "user without namespaces", WITHOUT_NAMESPACES),
+        ("sandlock", "session", "root without namespaces", WITHOUT_NAMESPACES),
     ],
 )
 def test_page_on_trust_says_what_is_measured_in_other_modes(
-    provider: LocalProvider, mode: str, column: str
+    provider: LocalProvider, use: Use, mode: str, column: str
 ):
     skip_without(provider)
     imports = "import json\nfrom tests.fakes.probes import stopped\n"
-    program = f"{imports}print(json.dumps(stopped({provider!r})))"
+    program = f"{imports}print(json.dumps(stopped({provider!r}, {use!r})))"
     expected = stopped_by(column)
     if mode == "root without namespaces":  # where each sandbox has a user who owns no other file
         expected["change_outside"] = True

@@ -1,12 +1,15 @@
+import copy
 import errno
 import hashlib
 import json
 import logging
 import os
 import random
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,6 +249,61 @@ def rewrite(path: Path, name: str, content: bytes) -> None:
     piece = Piece(len(content), hashlib.sha256(content).hexdigest())
     changed = replace(manifest, files=manifest.files | {name: [piece]})
     (path / "manifest.json").write_text(changed.to_json())
+
+
+WRONG: list[Any] = ["absent", None, "é", -1, {"x": 1}]
+"""What a damaged value becomes; the first is removed."""
+
+
+def damaged(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Make the copies of a JSON tree in which one value is wrong; of long lists, the first ones."""
+    inner = tree
+    for key in keys:
+        inner = inner[key]
+    for key in inner if isinstance(inner, dict) else range(min(2, len(inner))):
+        for wrong in WRONG:
+            changed = copy.deepcopy(tree)
+            above = changed
+            for each in keys:
+                above = above[each]
+            if wrong == "absent":
+                del above[key]
+            else:
+                above[key] = wrong
+            yield (*keys, key), changed
+        if isinstance(inner[key], dict | list):
+            yield from damaged(tree, (*keys, key))
+
+
+@pytest.mark.slow
+def test_any_damage_of_a_file_whose_digest_is_right_names_the_file(world: World, tmp_path: Path):
+    policy = make_policy(world)
+    actor = make_actor(policy)
+    actor.update_policy(make_batch(random_rows(4)), temperature=1.0)
+    path = save_run(tmp_path, actor, RunState(1, identify(policy)))
+    names = ["state.json", "rank_0.safetensors"]
+    whole = {name: (path / name).read_bytes() for name in [*names, "manifest.json"]}
+    size = 8 + int.from_bytes(whole[names[1]][:8], "little")
+    header = json.loads(whole[names[1]][8:size])
+    first = dict([*header.items()][:1])
+    found = [("state.json", keys, json.dumps(tree).encode())
+             for keys, tree in damaged(json.loads(whole["state.json"]))
+             if keys[0] != "identity"]  # fmt: skip
+    for keys, tree in damaged(first):
+        text = json.dumps({**tree, **dict([*header.items()][1:])}).encode()
+        content = len(text).to_bytes(8, "little") + text + whole[names[1]][size:]
+        found.append((names[1], keys, content))
+    errors: list[tuple[str, tuple[Any, ...], str]] = []
+    for name, keys, content in found:
+        for each, before in whole.items():
+            (path / each).write_bytes(before)
+        rewrite(path, name, content)
+        try:
+            load_run(open_checkpoint(path), actor)
+        except CheckpointError as error:
+            errors.append((name, keys, str(error)))
+    assert [each for each in errors if each[0] not in each[2]] == []
+    assert len(errors) > len(found) // 2
 
 
 STATE = {"step": 2, "identity": {"architecture": "Toy", "shapes": {"w": [2, 3]}}}

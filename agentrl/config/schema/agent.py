@@ -83,9 +83,9 @@ class AgentConfig(Section):
     sampled is scored and trained as if the agent had ended by itself, if it has called the policy.
     """
     sandbox: SandboxConfig | None = None
-    """Limits of the agent's process (memory, CPU seconds, output); null: of its output alone. The
-    provider `bubblewrap` isolates a `command`: it reads its own files, and reaches the gateway
-    alone. `subprocess` with `trusted: true` sets limits and isolates nothing."""
+    """Limits of the agent's process; null: of its output alone. The provider `bubblewrap` isolates
+    a `command` and keeps every limit: it reads its own files, and reaches the gateway alone.
+    `subprocess` with `trusted: true` sets limits and isolates nothing."""
 
     gateway: GatewayConfig = GatewayConfig()
     """The HTTP server by which external agents call the policy (docs/gateway.md)."""
@@ -109,6 +109,10 @@ class AgentConfig(Section):
             raise ValueError(
                 "`sandbox.provider` is subprocess, which isolates nothing: add `trusted: true` if "
                 "you trust the agent and what the policy lets it do, or write bubblewrap"
+            )
+        if self.sandbox is not None and self.sandbox.timeout_s != SandboxConfig().timeout_s:
+            raise ValueError(
+                "`sandbox.timeout_s` is set, and an agent's time is `rollout.agent.timeout_s`"
             )
         if provider == "bubblewrap" and self.command is None:
             raise ValueError("`sandbox.provider` is bubblewrap, which isolates a `command` only")

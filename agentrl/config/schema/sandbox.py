@@ -7,10 +7,11 @@ from pydantic import Field, model_validator
 from agentrl.config.schema.section import Section
 
 SandboxProviderName = Literal["auto", "sandlock", "bubblewrap", "subprocess", "sandbox_fusion"]
-UNREAD_BY_FUSION = (
-    "cpu_s", "max_processes", "max_open_files", "disk_bytes", "site_packages", "num_warm",
-)  # fmt: skip
-"""Keys that a service does not get, because it has its own limits."""
+_LIMITS_NOT_KEPT = {
+    "subprocess": ("max_processes",),
+    "sandbox_fusion": ("cpu_s", "max_processes", "max_open_files", "disk_bytes"),
+}
+"""Limits that a provider cannot keep: a service has its own."""
 
 
 class SandboxConfig(Section):
@@ -34,7 +35,7 @@ class SandboxConfig(Section):
     memory_bytes: int = Field(default=512 * 1024**2, ge=16 * 1024**2)
     """Bytes of address space of each process, and of memory of all processes of one sandbox."""
     max_processes: int = Field(default=16, ge=1)
-    """Processes and threads at once."""
+    """Processes and threads at once (not `subprocess`)."""
     max_open_files: int = Field(default=64, ge=16)
     """File descriptors of one process."""
     max_output_bytes: int = Field(default=64 * 1024, ge=1)
@@ -57,6 +58,18 @@ class SandboxConfig(Section):
             raise ValueError(f"a url is for provider sandbox_fusion, and this is {self.provider}")
         return self
 
+    @model_validator(mode="after")
+    def _refuse_limits_that_are_not_kept(self) -> Self:
+        """Refuse a limit that the provider cannot keep, unless it has its default."""
+        for name in _LIMITS_NOT_KEPT.get(self.provider, ()):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} is {value}, and provider {self.provider} cannot keep this limit: "
+                    f"remove {name}, or write sandlock or bubblewrap, which keep it"
+                )
+        return self
+
     def find_unread(self) -> dict[str, str]:
         """Return the set keys that the provider does not read, each with the reason."""
         unread: dict[str, str] = {}
@@ -64,5 +77,7 @@ class SandboxConfig(Section):
             unread["trusted"] = f"provider is {self.provider}, and only subprocess reads it"
         if self.provider == "sandbox_fusion":
             reason = "provider is sandbox_fusion, whose service has its own limits"
-            unread |= dict.fromkeys(UNREAD_BY_FUSION, reason)
+            unread |= dict.fromkeys(("site_packages", "num_warm"), reason)
+        for name in _LIMITS_NOT_KEPT.get(self.provider, ()):
+            unread[name] = f"provider is {self.provider}, which cannot keep this limit"
         return {name: why for name, why in unread.items() if name in self.model_fields_set}

@@ -12,7 +12,7 @@ from filesystem_view import SYSTEM_LINKS, FilesystemView, is_system
 from processes import Limits
 
 _OWN_PROCESSES = 2
-"""Guest and interpreter. bubblewrap's own process is in another user namespace."""
+"""Guest, and interpreter or relay. bubblewrap's own process is in another user namespace."""
 _SUPERVISOR_THREADS = 8
 """Threads of sandlock, plus one for each core."""
 _FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
@@ -100,6 +100,9 @@ def run_bubblewrap(spec: LaunchSpec) -> None:
     for number, path in enumerate(spec.view.environment):
         environment.append(path if is_system(path) else f"/mnt/{number}")
         binds += [] if is_system(path) else ["--ro-bind", path, environment[-1]]
+    further: list[str] = []
+    for path, source in spec.view.readable.items():
+        further += [] if is_system(path) else ["--ro-bind", source, path]
     size = ["--size", str(spec.settings["disk_bytes"])]
     argv = [
         spec.settings["bubblewrap"],
@@ -108,6 +111,7 @@ def run_bubblewrap(spec: LaunchSpec) -> None:
         *("--uid", "65534", "--gid", "65534", "--ro-bind", "/usr", "/usr"),
         *(*_system_binds(), *binds, "--proc", "/proc"),
         *(["--bind", "/tmp", "/tmp"] if spec.view.is_mounted else [*size, "--tmpfs", "/tmp"]),
+        *further,
         *("--remount-ro", "/", "--chdir", "/tmp", "--"),
         *spec.guest_argv("/tmp", environment, spec.max_processes),
     ]

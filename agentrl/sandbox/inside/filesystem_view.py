@@ -18,11 +18,15 @@ class FilesystemView:
     """The private folder, the only one that the code can write to."""
     environment: list[str]
     """Folders of Python: the interpreter, the guest's scripts, installed packages."""
+    readable: dict[str, str]
+    """Further files and folders, each by the path at which the code finds it."""
     is_mounted: bool
     """Whether the folder is a file system of its own, in memory and of bounded size."""
 
 
-def mount_view(environment: list[str], user: int | None, size_bytes: int) -> FilesystemView:
+def mount_view(
+    environment: list[str], readable: dict[str, str], user: int | None, size_bytes: int
+) -> FilesystemView:
     """Mount a private folder over /tmp and what the code may read under /mnt.
 
     Call it in the process that becomes the provider, in the inner namespaces. No other process sees
@@ -30,6 +34,7 @@ def mount_view(environment: list[str], user: int | None, size_bytes: int) -> Fil
 
     Args:
         environment: Folders of Python.
+        readable: Further files and folders by the path at which the code finds them.
         user: Owner of the folder; None for the current user.
         size_bytes: Size of the folder.
 
@@ -38,7 +43,8 @@ def mount_view(environment: list[str], user: int | None, size_bytes: int) -> Fil
     """
     owner = os.geteuid() if user is None else user
     kernel.mount_memory("/mnt", size_bytes=1024**2, user=owner)
-    visible = [_bind_read_only(path, f"/mnt/{i}") for i, path in enumerate(environment)]
+    paths = [*environment, *readable.values()]
+    visible = [_bind_read_only(path, f"/mnt/{i}") for i, path in enumerate(paths)]
     kernel.make_read_only("/mnt")
     kernel.mount_memory("/tmp", size_bytes=size_bytes, user=owner)
     kernel.bind("/tmp", "/dev/shm")
@@ -47,7 +53,9 @@ def mount_view(environment: list[str], user: int | None, size_bytes: int) -> Fil
         if path not in _VISIBLE and os.path.isdir(path) and not os.path.islink(path):
             kernel.mount_memory(path, size_bytes=4096, user=owner)
             kernel.make_read_only(path)
-    return FilesystemView("/tmp", visible, is_mounted=True)
+    count = len(environment)
+    further = dict(zip(readable, visible[count:], strict=True))
+    return FilesystemView("/tmp", visible[:count], further, is_mounted=True)
 
 
 def is_system(path: str) -> bool:
@@ -58,7 +66,10 @@ def is_system(path: str) -> bool:
 def _bind_read_only(path: str, target: str) -> str:
     if is_system(path):
         return path
-    os.mkdir(target, 0o755)
+    if os.path.isdir(path):
+        os.mkdir(target, 0o755)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_EXCL, 0o600))
     kernel.bind(path, target)
     kernel.make_read_only(target)
     return target

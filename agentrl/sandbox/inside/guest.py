@@ -13,6 +13,7 @@ forge it.
 import json
 import os
 import signal
+import socket
 import sys
 from typing import Any
 
@@ -71,6 +72,8 @@ class Guest:
         try:
             write_files(request.get("files", {}))
             env = request.get("env", {})
+            if self._limits["relay"] is not None:
+                _start_relay(*self._limits["relay"])
             program = Program(argv, request.get("stdin", ""), self._limits, env=env)
         except (OSError, ValueError) as error:
             return {"end": "error", "stderr": f"{argv[0]}: {describe(error)}\n", "exit_code": 127}
@@ -113,6 +116,22 @@ class Guest:
                 os.waitpid(-1, 0)
             except ChildProcessError:
                 return
+
+
+def _start_relay(path: str, port: int) -> None:
+    """Start the relay. It holds none of this process's descriptors, and `kill_all` ends it."""
+    with socket.create_server(("127.0.0.1", port), backlog=128) as listening:
+        if os.fork():
+            return
+        try:
+            null = os.open(os.devnull, os.O_RDWR)
+            for number, descriptor in enumerate((listening.fileno(), null, null)):
+                os.dup2(descriptor, number)
+            os.closerange(3, 256)
+            script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "relay.py")
+            os.execv(sys.executable, [sys.executable, "-s", "-S", script, path])
+        finally:
+            os._exit(127)
 
 
 if __name__ == "__main__":

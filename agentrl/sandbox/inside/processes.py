@@ -20,6 +20,8 @@ class Limits(TypedDict):
     """Whether a process can signal only processes of its own sandbox."""
     syscall_filter: str | None
     """A seccomp program in hexadecimal; None allows every system call."""
+    relay: tuple[str, int] | None
+    """The gateway's socket, and the port of the sandbox that programs reach it by."""
     hidden: list[tuple[str, str]]
     """Prefixes of paths, and the text that replaces each of them in a traceback."""
 

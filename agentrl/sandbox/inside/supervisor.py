@@ -94,17 +94,17 @@ class Supervisor:
             os._exit(1)
 
     def _make_view(self) -> FilesystemView:
-        environment = self._settings["environment"]
+        environment, readable = self._settings["environment"], self._settings["readable"]
         if self._has_namespaces:
             enter_inner(has_pids=self._settings["has_pids"])
-            return mount_view(environment, self._user, self._settings["disk_bytes"])
+            return mount_view(environment, readable, self._user, self._settings["disk_bytes"])
         if self._user is not None:
             if (closed := find_closed_folder(environment)) is not None:
                 reason = self._settings["no_namespaces"]
                 raise OSError(f"root alone may enter {closed}, and {reason}")
             for path in (self._folder, self._private, self._storage):
                 os.chown(path, self._user, self._user)
-        return FilesystemView(self._private, environment, is_mounted=False)
+        return FilesystemView(self._private, environment, readable, is_mounted=False)
 
     def _watch(self, pid: int, errors: int) -> bytes:
         """Wait until the provider or the trainer's end closes; return the last error output."""
