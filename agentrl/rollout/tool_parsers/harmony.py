@@ -25,7 +25,7 @@ class HarmonyParser(ToolParser):
     recipient are text as a whole, whatever they quote.
     """
 
-    opener = r"(?:<\|start\|>|\A|(?=<\|channel\|>))(?:[^<]|<\|(?:channel|constrain)\|>)*+"
+    opener = r"(?:<\|start\|>|\A(?!\Z)|(?=<\|channel\|>))(?:[^<]|<\|(?:channel|constrain)\|>)*+"
 
     @property
     def closers(self) -> Collection[str]:
