@@ -88,12 +88,12 @@ def find_unread_example(parser: ToolParser, report: TemplateReport) -> str | Non
     ends = ["", *(stop for stop in report.stop_tokens if stop in parser.closers)]
     examples = (report.call_example, ["Oslo"]), (report.parallel_call_example, PARALLEL_CITIES)
     for example, cities in examples:
-        ids = [call_id(number) for number in range(len(cities))]
-        for number, id in enumerate(ids if example else ()):
+        text = example or ""
+        for number in range(len(cities)):
             own = parser.id_form.format(name="probe_tool", number=number)
-            example = example.replace(id, own)
-        if example and not any(reads_example(parser, example + end, cities) for end in ends):
-            return example
+            text = text.replace(call_id(number), own)
+        if text and not any(reads_example(parser, text + end, cities) for end in ends):
+            return text
     return None
 
 

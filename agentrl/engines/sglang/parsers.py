@@ -27,7 +27,8 @@ from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins.environment import install_command
 
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 Tools = Sequence[OpenAIFunctionToolSchema]
 
 MAX_SECONDS = 2.0
