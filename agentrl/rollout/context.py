@@ -14,7 +14,6 @@ from agentrl.rollout.templates import Capability, ChatTemplate, TemplateReport
 from agentrl.rollout.templates.probe_conversations import PARALLEL_CITIES, tool_schema
 from agentrl.rollout.tool_calls import ToolCaller
 from agentrl.rollout.tool_parsers import ToolParser, expected_formats, get_tool_parser
-from agentrl.rollout.tool_parsers.base import call_id
 from agentrl.tools.base import BaseTool
 
 
@@ -88,12 +87,8 @@ def find_unread_example(parser: ToolParser, report: TemplateReport) -> str | Non
     ends = ["", *(stop for stop in report.stop_tokens if stop in parser.closers)]
     examples = (report.call_example, ["Oslo"]), (report.parallel_call_example, PARALLEL_CITIES)
     for example, cities in examples:
-        text = example or ""
-        for number in range(len(cities)):
-            own = parser.id_form.format(name="probe_tool", number=number)
-            text = text.replace(call_id(number), own)
-        if text and not any(reads_example(parser, text + end, cities) for end in ends):
-            return text
+        if example and not any(reads_example(parser, example + end, cities) for end in ends):
+            return example
     return None
 
 

@@ -108,7 +108,9 @@ KIMI_TEMPLATE = (
 
 @pytest.mark.sglang
 def test_the_template_of_kimi_k2_has_its_own_format_only():
-    report = probe_template(make_template(KIMI_TEMPLATE))
+    assert choose_parser("sglang:kimi_k2", probe_template(make_template(KIMI_TEMPLATE)))
+    named = KIMI_TEMPLATE.replace("c.id", "'functions.' ~ c.function.name ~ ':' ~ loop.index0")
+    report = probe_template(make_template(named))
     assert choose_parser("sglang:kimi_k2", report)
     for name in ("hermes", "sglang:qwen25"):
         with pytest.raises(ConfigError, match="does not read the tool calls"):
