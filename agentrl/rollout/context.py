@@ -7,11 +7,11 @@ from agentrl.config.schema.run import MultiTurnConfig
 from agentrl.engines.protocol import Engine
 from agentrl.errors import ConfigError
 from agentrl.interactions.base import BaseInteraction
-from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.rollout.fitting import EncodedPrompt, TextFitter
 from agentrl.rollout.media import RequestMedia
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import Capability, ChatTemplate, TemplateReport
+from agentrl.rollout.templates.probe_conversations import PARALLEL_CITIES, tool_schema
 from agentrl.rollout.tool_calls import ToolCaller
 from agentrl.rollout.tool_parsers import ToolParser, expected_formats, get_tool_parser
 from agentrl.tools.base import BaseTool
@@ -40,7 +40,7 @@ class RolloutContext:
     """`rollout.deterministic`: the engine computes one call of each request at a time."""
 
 
-_FORMATS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "json")
+_FORMATS = ("harmony", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "json")
 """Formats to try, from the most specific to the most general."""
 
 
@@ -56,21 +56,19 @@ def choose_parser(name: str | None, report: TemplateReport) -> ToolParser:
     """
     if name is not None:
         parser = get_tool_parser(name)
-        if (
-            parser.closers
-            and report.call_example
-            and not reads_example(parser, report.call_example)
-        ):
-            raise ConfigError(
-                f"the format {name} does not read the tool calls of the chat template "
-                f"{report.template!r}: {report.call_example!r}",
-                key="rollout.multi_turn.format",
-                expected="a format that reads them, or null: the first one that does",
-            )
-        return parser
-    for candidate in _FORMATS:
-        parser = get_tool_parser(candidate)
-        if reads_example(parser, report.call_example):
+        is_own = name not in _FORMATS and not name.startswith("sglang:")
+        unread = None if is_own else find_unread_example(parser, report)
+        if unread is None:
+            return parser
+        raise ConfigError(
+            f"the format {name} does not read the tool calls of the chat template "
+            f"{report.template!r}: {unread!r}",
+            key="rollout.multi_turn.format",
+            expected="a format that reads them, or null: the first one that does",
+        )
+    parsers = map(get_tool_parser, _FORMATS if report.call_example else ())
+    for parser in parsers:
+        if find_unread_example(parser, report) is None:
             return parser
     if report.call_example is None:
         reason = report.capability(Capability.CALLS).reason
@@ -84,19 +82,20 @@ def choose_parser(name: str | None, report: TemplateReport) -> ToolParser:
     raise ConfigError(what, key="rollout.multi_turn.format", expected=expected_formats())
 
 
-_EXAMPLE_TOOL = OpenAIFunctionToolSchema.model_validate(
-    {
-        "type": "function",
-        "function": {
-            "name": "probe_tool",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-        },
-    }
-)
+def find_unread_example(parser: ToolParser, report: TemplateReport) -> str | None:
+    """Return how the template writes a call, or two, if a parser does not read it."""
+    ends = ["", *(stop for stop in report.stop_tokens if stop in parser.closers)]
+    examples = (report.call_example, ["Oslo"]), (report.parallel_call_example, PARALLEL_CITIES)
+    for example, cities in examples:
+        if example and not any(reads_example(parser, example + end, cities) for end in ends):
+            return example
+    return None
 
 
-def reads_example(parser: ToolParser, example: str | None) -> bool:
-    """Whether a parser reads the example call as the template rendered it."""
-    parsed = parser.parse(example or "", tools=[_EXAMPLE_TOOL])
+def reads_example(
+    parser: ToolParser, example: str | None, cities: Sequence[str] = ("Oslo",)
+) -> bool:
+    """Whether a parser reads the calls of an example as the template rendered them."""
+    parsed = parser.parse(example or "", tools=[tool_schema()])
     found = [(call.name, call.arguments) for call in parsed.calls]
-    return found == [("probe_tool", {"city": "Oslo"})] and not parsed.malformed
+    return found == [("probe_tool", {"city": city}) for city in cities] and not parsed.malformed

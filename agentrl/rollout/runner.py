@@ -30,7 +30,13 @@ from agentrl.rollout.seeding import should_interact, turn_seed
 from agentrl.rollout.states import RequestState, StopReason
 from agentrl.rollout.subagents import Subagents
 from agentrl.rollout.templates.delta import EncodedDelta
-from agentrl.rollout.tool_calls import CheckedCalls, raise_tool_failure, read_turn, skip_calls
+from agentrl.rollout.tool_calls import (
+    CallIds,
+    CheckedCalls,
+    raise_tool_failure,
+    read_turn,
+    skip_calls,
+)
 from agentrl.rollout.tool_parsers.base import Span
 from agentrl.tools.delegation import RUN_SUBAGENT
 from agentrl.tools.registry import select_tools
@@ -115,6 +121,7 @@ class _Run:
         self.tools = ToolSession({}, instance_id=request.request_id)
         self.interaction: InteractionSession | None = None
         self.last_ids: Sequence[int] = ()
+        self.call_ids = CallIds()
         self.calls = CheckedCalls()
         self.call_spans: list[Span | None] = []
         self.texts: list[Callable[[], str]] = []
@@ -333,7 +340,7 @@ class _Run:
             # Earlier calls only: the new turn has no records yet.
             num_calls_before=request.num_tool_calls,
             prompt_end=request.tokens_before(turn),
-            history=request.messages,
+            taken_ids=self.call_ids.update(request.messages),
         )
         self.texts.append(lambda: read.text)
         self.last_ids = completion.token_ids

@@ -6,7 +6,7 @@ Calls are checked against the JSON Schemas of the tools. Valid calls are execute
 call, valid or malformed, is answered by one message, in the order of the calls.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,7 +72,7 @@ def read_turn(
     check_arguments: bool = True,
     num_calls_before: int = 0,
     prompt_end: Sequence[int] | None = None,
-    history: Sequence[Message] = (),
+    taken_ids: Collection[str] = (),
 ) -> CompletedTurn:
     """Read a completion. The ledger keeps its tokens unchanged (train what was sampled).
 
@@ -85,7 +85,7 @@ def read_turn(
         num_calls_before: Number of earlier calls in the conversation; numbering continues from it.
         prompt_end: The last tokens before the completion, which may open a thought; None: those of
             the template's generation prompt.
-        history: The messages before the turn. Ids of new calls differ from theirs.
+        taken_ids: Ids of earlier calls. Those of new calls differ from them.
     """
     stop = template.stop_texts.get(ids[-1], "") if ids else ""
     content_ids = ids[:-1] if stop else ids
@@ -97,7 +97,7 @@ def read_turn(
     if tools:
         whole = text + stop if stop in reader.closers else text
         parsed = reader.parse(whole, starts_in_thought=is_thinking, tools=tools)
-        parsed = parsed.numbered(num_calls_before, call_ids(history))
+        parsed = parsed.numbered(num_calls_before, taken_ids, reader.id_form)
     checked = check_calls(parsed, tools, check_arguments=check_arguments)
     calls = [call.tool_call for call in parsed.calls]
     framed = frames.read(parsed.content, num_calls=len(calls), starts_in_thought=is_thinking)
@@ -113,9 +113,20 @@ def read_turn(
     )
 
 
-def call_ids(messages: Iterable[Message]) -> set[str]:
-    """Return the ids of the calls in messages."""
-    return {call.id for message in messages for call in message.tool_calls or () if call.id}
+class CallIds:
+    """The ids of the calls of a conversation. Each message is read once."""
+
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+        self._read: dict[int, tuple[Sequence[Message], int]] = {}
+
+    def update(self, messages: Sequence[Message]) -> set[str]:
+        """Add the ids in a list that only grows; return them and those of all earlier lists."""
+        _, start = self._read.get(id(messages), (messages, 0))
+        for message in messages[start:]:
+            self._ids.update(call.id for call in message.tool_calls or () if call.id)
+        self._read[id(messages)] = messages, len(messages)
+        return self._ids
 
 
 def check_calls(

@@ -1,9 +1,11 @@
 """The tool-call format that fits a chat template, found by reading the template's own writing."""
 
+from dataclasses import replace
+
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.context import choose_parser, reads_example
+from agentrl.rollout.context import _FORMATS, choose_parser, reads_example
 from agentrl.rollout.templates import TemplateReport, probe_template
 from agentrl.rollout.tool_parsers import get_tool_parser, tool_parser_names
 from tests.fakes.plugins import tiny_template
@@ -27,6 +29,25 @@ def test_the_format_of_the_tiny_template_is_found():
 def test_a_configured_format_is_taken_whatever_the_template_writes():
     chosen = choose_parser("search_r1", load_report("qwen2_5"))
     assert type(chosen) is type(get_tool_parser("search_r1"))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_2", "gptoss", "glm4moe"])
+@pytest.mark.parametrize("format", _FORMATS)
+def test_a_chosen_format_must_read_the_calls_of_the_template(name: str, format: str):
+    fitting = {"llama3_2": {"llama3_json", "json"}, "gptoss": {"harmony"}, "glm4moe": set[str]()}
+    if format in fitting.get(name, {"hermes", "json"}):
+        assert choose_parser(format, load_report(name))
+    else:
+        with pytest.raises(ConfigError, match=f"{format} does not read the tool calls"):
+            choose_parser(format, load_report(name))
+
+
+def test_a_format_that_loses_one_of_two_calls_is_refused():
+    report = load_report("qwen2_5")
+    one = replace(report, parallel_call_example=f"{report.call_example} and no other")
+    with pytest.raises(ConfigError, match="and no other"):
+        choose_parser("hermes", one)
+    assert choose_parser("hermes", replace(report, parallel_call_example=None))
 
 
 def test_an_unknown_format_names_the_nearest():

@@ -41,7 +41,7 @@ from agentrl.rollout.seeding import draw_seed
 from agentrl.rollout.states import RequestState, StopReason
 from agentrl.rollout.templates.assistant_turn import THOUGHT_FIELDS
 from agentrl.rollout.templates.delta import PlannedDelta
-from agentrl.rollout.tool_calls import CompletedTurn, read_turn, skip_calls
+from agentrl.rollout.tool_calls import CallIds, CompletedTurn, read_turn, skip_calls
 
 _UNLIMITED = 1 << 30
 _reply_numbers = count()
@@ -106,6 +106,7 @@ class Trajectory:
         self._num_running = 0
         self._num_completions = 0
         self._num_tool_calls = 0
+        self._call_ids = CallIds()
         self._inputs: Counter[bytes] = Counter()
         # A scheduler of deterministic runs takes one call of a request at a time.
         self._turnstile = asyncio.Semaphore(_UNLIMITED if source is context.engine else 1)
@@ -490,7 +491,7 @@ class Trajectory:
             check_arguments=context.settings.check_tool_arguments,
             num_calls_before=self._num_tool_calls,
             prompt_end=record.tokens_before(turn),
-            history=record.messages,
+            taken_ids=self._call_ids.update(record.messages),
         )
         turn.calls = skip_calls(read.calls)
         for made, span in zip(turn.calls, read.call_spans, strict=True):

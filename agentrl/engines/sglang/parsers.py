@@ -14,17 +14,21 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from cachetools import LRUCache
 
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins.environment import install_command
 
+S = TypeVar("S")
+T = TypeVar("T")
 Tools = Sequence[OpenAIFunctionToolSchema]
 
 MAX_SECONDS = 2.0
@@ -52,6 +56,8 @@ _CLOSING_FIELDS = {
 }
 """Attributes with the text that ends what an attribute begins, if the names do not show it."""
 _END_WORDS = {"bot": "eot", "start": "end", "begin": "end", "START": "END", "PREFIX": "SUFFIX"}
+_ID_GROUP = "tool_call_id"
+"""The group of a detector's pattern `tool_call_regex` that matches the id of a call."""
 _TAG_LIKE = re.compile(r"\W.*\w|\w.*\W")
 _PAIR_PATTERN = re.compile(r"([^\\.^$*+?{}\[\]()]+)\(?\.\*\?\)?([^\\.^$*+?{}\[\]()]+)")
 _LITERAL = re.compile(r"[^\\.^$*+?{}\[\]()]+")
@@ -63,6 +69,8 @@ class DetectedCall(NamedTuple):
     name: str
     arguments: str
     """Should be a JSON object."""
+    id: str = ""
+    """The id that the policy wrote; empty if the format has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +125,19 @@ class SGLangDetector:
             detector = self._make([]).detector
             self.openers = _openers(detector)
             self.pairs: Mapping[str, str] = _pairs(detector)
+            pattern = getattr(detector, "tool_call_regex", None)
+            self._calls = pattern if _ID_GROUP in getattr(pattern, "groupindex", ()) else None
         except Exception as error:
             raise ConfigError(
                 f"SGLang's parser {name!r} cannot be used on a text alone: {error}",
                 key="rollout.multi_turn.format",
                 expected="another parser",
             ) from error
+
+    @property
+    def id_form(self) -> str | None:
+        """Form of the ids of calls, with `name` and `number`; None if it writes none."""
+        return "functions.{name}:{number}" if self._calls else None
 
     def detect(self, text: str, tools: Tools) -> Detection:
         """Read a text (see `Detector.detect`)."""
@@ -136,13 +151,22 @@ class SGLangDetector:
                 parser = self._make([_tool(schema) for schema in tools])
                 is_meant = parser.has_tool_call(text)
                 rest, found = parser.parse_non_stream(text)
-                calls = tuple(DetectedCall(call.name or "", call.parameters) for call in found)
+                ids = (
+                    [match[_ID_GROUP] for match in self._calls.finditer(text)]
+                    if self._calls
+                    else []
+                )
         except OutOfTimeError:
             reason = f"reading it takes longer than {MAX_SECONDS:g} s"
             return Detection((), text, is_meant=True, complaint=reason)
         except Exception as error:  # noqa: BLE001 - the error boundary of a detector
             reason = f"{type(error).__name__}: {error}"[:MAX_COMPLAINT_CHARS]
             return Detection((), text, is_meant=True, complaint=reason)
+        ids = ids if len(ids) == len(found) else [""] * len(found)
+        calls = tuple(
+            DetectedCall(call.name or "", call.parameters, id)
+            for call, id in zip(found, ids, strict=True)
+        )
         return Detection(calls, rest, is_meant, "; ".join(complaints)[:MAX_COMPLAINT_CHARS])
 
     def _make(self, tools: list[Any]) -> Any:
@@ -177,6 +201,26 @@ def _unknown(name: str) -> ConfigError:
     )
 
 
+class Once(Generic[S, T]):
+    """A function that converts each object once.
+
+    Args:
+        convert: The function. No object may be changed afterwards.
+    """
+
+    def __init__(self, convert: Callable[[S], T]) -> None:
+        self._convert = convert
+        # The value refers to the object, so that no later one has an `id` of the keys.
+        self._known: LRUCache[int, tuple[S, T]] = LRUCache(1024)
+
+    def __call__(self, item: S) -> T:
+        """Convert an object, or return what it was converted to before."""
+        if (found := self._known.get(id(item))) is None:
+            found = self._known[id(item)] = item, self._convert(item)
+        return found[1]
+
+
+@Once
 def _tool(schema: OpenAIFunctionToolSchema) -> Any:
     from sglang.srt.entrypoints.openai.protocol import Tool
 

@@ -242,6 +242,11 @@ class TurnFrames:
                 head, tail = self.between.split(between, 1)
                 thought, answer = thought.removesuffix(head), answer.removeprefix(tail)
             return Framed(answer, {self.thought_field: thought})
+        closing = self.thoughts.get(self.thought.strip())
+        if self.thought_field and num_calls and closing and text.count(closing) == 1:
+            thought = text.removeprefix(self.thought).removesuffix(closing)
+            if len(text) == len(self.thought + thought + closing):
+                return Framed("", {self.thought_field: thought})
         if self.before:
             text = text.removeprefix(self.before)
         return Framed(self.opening + text if text and starts_in_thought else text, {})

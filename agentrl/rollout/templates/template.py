@@ -160,8 +160,10 @@ class ChatTemplate:
             prompt_end: The last tokens before the turn; None: those of the generation prompt.
             tags: Opening and closing tags of thoughts.
         """
-        parts = "".join([*tags, *tags.values()])
-        others = {id for text, id in self.structure.encoder.control.items() if text not in parts}
+        parts, control = "".join([*tags, *tags.values()]), self.structure.encoder.control
+        others = self.learn_once(
+            "others", parts, lambda: {id for text, id in control.items() if text not in parts}
+        )
         ends = [index for index, id in enumerate(prompt_end or ()) if id in others]
         if prompt_end is None or not ends:
             return self.structure.starts_in_thought

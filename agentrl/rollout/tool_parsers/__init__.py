@@ -1,8 +1,8 @@
 """Formats of tool calls: find the calls in the text of a turn.
 
-`hermes`, `qwen3_coder`, `llama3_json`, `mistral` and `pythonic` are the formats of today's models;
-`json`, `python_block` and `search_r1` are those of earlier systems. `sglang:NAME` is any parser of
-the installed SGLang.
+`hermes`, `qwen3_coder`, `llama3_json`, `mistral`, `pythonic` and `harmony` are the formats of
+today's models; `json`, `python_block` and `search_r1` are those of earlier systems. `sglang:NAME`
+is any parser of the installed SGLang.
 """
 
 from agentrl.rollout.tool_parsers.base import (
@@ -14,6 +14,7 @@ from agentrl.rollout.tool_parsers.base import (
     Problem,
     ToolParser,
 )
+from agentrl.rollout.tool_parsers.harmony import HarmonyParser
 from agentrl.rollout.tool_parsers.json_calls import HermesParser, JsonParser, Llama3JsonParser
 from agentrl.rollout.tool_parsers.mistral import MistralParser
 from agentrl.rollout.tool_parsers.plain_text import PythonBlockParser, SearchR1Parser
@@ -31,6 +32,7 @@ from agentrl.rollout.tool_parsers.sglang_format import DetectorParser
 __all__ = [
     "Call",
     "DetectorParser",
+    "HarmonyParser",
     "HermesParser",
     "JsonParser",
     "Llama3JsonParser",

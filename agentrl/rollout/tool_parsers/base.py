@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count, islice
+from itertools import count
 from typing import Any, ClassVar, NamedTuple, Self, cast
 
 from agentrl.messages import (
@@ -29,6 +29,8 @@ AFTER_THOUGHT = "(?<=AFTER_THOUGHT)"
 Span = tuple[int, int]
 """The characters of a call in its turn, as (start, end) with `end` excluded. Calls of one list
 share that of the list. None: unknown."""
+CALL_ID = "call{number:05d}"
+"""Form of the id of a call; nine characters, because some templates refuse other ids."""
 MAX_DEPTH = 64
 """Maximum nesting of a call's arguments: enough for any tool, and few enough for every JSON
 library."""
@@ -97,21 +99,27 @@ class ParsedTurn:
         """Number of calls of the turn, malformed ones included."""
         return len(self.calls) + len(self.malformed)
 
-    def numbered(self, first: int, taken: Collection[str] = ()) -> "ParsedTurn":
+    def numbered(
+        self, first: int, taken: Collection[str] = (), form: str = CALL_ID
+    ) -> "ParsedTurn":
         """Give ids to calls without one. `first` calls precede them in the conversation.
 
         Args:
             first: Number of the first call.
             taken: Ids that the conversation has. No new id repeats one.
+            form: Form of the ids (`ToolParser.id_form`).
         """
-        given = {*taken, *(call.given_id for call in self.calls)}
-        free = (id for id in map(call_id, count(first)) if id not in given)
-        ids = list(islice(free, self.num_calls))
+        found = sorted([*self.calls, *self.malformed], key=lambda call: call.index)
+        given, numbers = {call.given_id for call in found}, count(first)
+        ids: list[str] = []
+        for call in found:
+            free = (form.format(name=call.name or "unknown", number=n) for n in numbers)
+            ids.append(next(id for id in free if id not in taken and id not in given))
         calls = [
             ParsedCall(c.name, c.arguments, c.index, c.span, c.given_id or ids[c.index])
             for c in self.calls
         ]
-        malformed = [replace(c, given_id=ids[c.index]) for c in self.malformed]
+        malformed = [replace(c, given_id=c.given_id or ids[c.index]) for c in self.malformed]
         return ParsedTurn(self.content, calls, malformed)
 
 
@@ -120,6 +128,8 @@ class Problem(NamedTuple):
 
     reason: str
     name: str = ""
+    id: str = ""
+    """As in `Call`."""
 
 
 class Call(NamedTuple):
@@ -150,6 +160,8 @@ class ToolParser(ABC):
     """Regular expression of what may start a call."""
     thought_tags: Mapping[str, str] = USUAL_THOUGHTS
     """Opening and closing tags of thoughts, in which nothing is a call."""
+    id_form: str = CALL_ID
+    """Form of the ids of calls of which the policy writes none, with `name` and `number`."""
     result_role: Role = "tool"
     """Role of the message that answers a call."""
 
@@ -219,8 +231,8 @@ class ToolParser(ABC):
 
 
 def call_id(number: int) -> str:
-    """Return the id of a call; nine characters, because some templates refuse other ids."""
-    return f"call{number:05d}"
+    """Return the id of a call, in the usual form."""
+    return CALL_ID.format(number=number)
 
 
 class _Turn:
@@ -238,13 +250,15 @@ class _Turn:
         span = (start, piece.end) if piece.is_located else None
         for found in piece.found:
             index = len(self._calls) + len(self._malformed)
+            given_id = "" if found.id in self._ids else found.id
+            self._ids.add(given_id)
             if isinstance(found, Call):
-                given_id = "" if found.id in self._ids else found.id
-                self._ids.add(given_id)
                 self._calls.append(ParsedCall(found.name, found.arguments, index, span, given_id))
             else:
                 text = self._text[start : piece.end]
-                self._malformed.append(MalformedCall(text, found.reason, found.name, index, span))
+                self._malformed.append(
+                    MalformedCall(text, found.reason, found.name, index, span, given_id=given_id)
+                )
         if piece.found and all(isinstance(found, Call) for found in piece.found):
             self._kept += [self._text[self._position : start], piece.rest]
             self._position = piece.end
@@ -262,7 +276,8 @@ def _in_depth(found: Call | Problem) -> Call | Problem:
         level = [inner for outer in level for inner in _inner(outer)]
         if not level:
             return found
-    return Problem(f"its arguments are nested deeper than {MAX_DEPTH} levels", found.name)
+    reason = f"its arguments are nested deeper than {MAX_DEPTH} levels"
+    return Problem(reason, found.name, found.id)
 
 
 def _inner(outer: Any) -> Collection[Any]:

@@ -10,13 +10,15 @@ from agentrl.engines.sglang.parsers import (
     DetectedCall,
     Detection,
     Detector,
+    Once,
     SGLangDetector,
     texts_in,
 )
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.rollout.argument_schemas import property_types
 from agentrl.rollout.tool_parsers.accounting import find_unread
-from agentrl.rollout.tool_parsers.base import Call, Piece, Problem, ToolParser, Tools
+from agentrl.rollout.tool_parsers.base import CALL_ID, Call, Piece, Problem, ToolParser, Tools
+from agentrl.rollout.tool_parsers.harmony import HarmonyParser
 from agentrl.rollout.tool_parsers.json_calls import read_arguments
 from agentrl.rollout.tool_parsers.registry import register_tool_parser_family
 
@@ -79,12 +81,14 @@ class DetectorParser(ToolParser):
 
     Args:
         detector: Reads the calls.
+        id_form: See `ToolParser.id_form`.
     """
 
     opener = r"(?s:.)"
 
-    def __init__(self, detector: Detector) -> None:
+    def __init__(self, detector: Detector, id_form: str = CALL_ID) -> None:
         self._detector = detector
+        self.id_form = id_form
 
     @property
     def closers(self) -> Collection[str]:
@@ -129,16 +133,20 @@ class DetectorParser(ToolParser):
 
 
 @register_tool_parser_family("sglang:")
-def sglang_parser(name: str) -> DetectorParser:
-    """Make a parser that uses one of SGLang's.
+def sglang_parser(name: str) -> ToolParser:
+    """Make a parser that uses one of SGLang's; that of gpt-oss reads few of the forms of a call.
 
     Raises:
         MissingExtraError: if SGLang is not installed.
         ConfigError: for a parser that the installed SGLang does not have.
     """
-    return DetectorParser(SGLangDetector(name))
+    detector = SGLangDetector(name)
+    if name == "gpt-oss":
+        return HarmonyParser()
+    return DetectorParser(detector, detector.id_form or CALL_ID)
 
 
+@Once
 def _with_types(tool: OpenAIFunctionToolSchema) -> OpenAIFunctionToolSchema:
     """Return a schema in which each property has its `type`: SGLang reads nothing else."""
     parameters = tool.function.parameters
@@ -180,13 +188,13 @@ def _found_in(region: _Region, text: str) -> tuple[Call | Problem, ...]:
         return found
     reads = cast("tuple[Call, ...]", found)
     reason = find_unread(_texts_of_calls(text, region), reads)
-    return tuple(Problem(reason, call.name) for call in reads) if reason else found
+    return tuple(Problem(reason, call.name, call.id) for call in reads) if reason else found
 
 
 def _call_of(detected: DetectedCall) -> Call | Problem:
     if not detected.name:
         return Problem("it has no name")
-    return read_arguments(detected.name, detected.arguments)
+    return read_arguments(detected.name, detected.arguments)._replace(id=detected.id)
 
 
 def _problem(region: _Region) -> Problem:
