@@ -31,10 +31,10 @@ LONGEST_ANSWER = 1000
 
 
 # Numbers. A sign, currency and marks of emphasis may be in front; `[^\S\n]` is a space of one line.
-_MINUS = r"\-\u2212\u2013\ufe63"
+_MINUS = r"\-\u2010-\u2013\u2212\ufe63\uff0d"
 _LEAD = (
-    rf"((?:(?<![A-Za-z\d)\]}}])[+{_MINUS}]|(?:[*_`(\[{{\u20ac\u00a3\u00a5\u20b9]|\\?\$|\\[(\[]"
-    r"|\\(?:boxed|fbox|text|mathbf|mathrm|left)\s*\{?)[^\S\n]*+){0,12}+)"
+    rf"((?:(?<![A-Za-z\d)\]}}])[+{_MINUS}]|(?:[*_`\"'\u2018\u201c(\[{{\u20ac\u00a3\u00a5\u20b9]"
+    r"|\\?\$|\\[(\[]|<(?:b|em|strong|i|u)>|\\(?:boxed|fbox|text\w*|math\w+|left)\s*\{?)[^\S\n]*+){0,12}+)"
 )
 _DIGITS = r"(?:\d{1,3}(?:(?:,|\{,\}|\\[,! ]|[ \u00a0\u2009\u202f])\d{3})+(?!\d)|\d+)"
 _DECIMAL = (
@@ -43,12 +43,15 @@ _DECIMAL = (
 )
 # What may not follow a number: more of it, of an expression, of a range, of a list of numbers.
 _END = (
-    r"(?!\d|[.,:]\d|[\^_][A-Za-z\d{\\-]|\*{1,2}[-.]?\d|\(\w|[a-fi-kn-rt-zA-KM-Z\u03c0\u00bc-\u00be](?![A-Za-z])"
+    r"(?![\d\u00b2\u00b3\u00b9\u2070-\u209f]|['\u2019]\d|[^\S\n]*\u221a|[^\S\n]*[<>\u2264\u2265][^\S\n]+[\w(\\-]"
+    r"|[ \t-]*(?:hundred|thousand|[mbtr]+illion|dozen|and[^\S\n]+an?[^\S\n])"
+    r"|[.,:]\d|[\^_][A-Za-z\d{\\-]|\*{1,2}[-.]?\d|\(\w|[a-fi-kn-rt-zA-KM-Z\u03c0\u00bc-\u00be](?![A-Za-z])"
     r"|(?:pi|sqrt)(?![a-z])|[^\S\n]*\\(?:[dt]?frac|sqrt|pi|times|cdot|div|pm)(?![a-z])"
     r"|[*_`$)\]}%]*+[^\S\n]+\\?\$?\d"
     rf"|[*_`$)\]}}%]*+[^\S\n]*(?:[+*/^:,x\u00d7\u00f7\u00b7\u00b1{_MINUS}]|(?:[A-Za-z]+[^\S\n]+)?"
-    r"\b(?:or|and|to)\b|(?:dollars?|feet|hours?|minutes?|pounds?|years?|days?|weeks?)\b)"
-    r"[^\S\n]*[$(\\{*-]*\.?\d)"
+    r"\b(?:or|and|to)\b|(?:mod|times|plus|minus|over|divided by)"
+    r"|(?:dollars?|feet|hours?|minutes?|pounds?|years?|days?|weeks?)\b)"
+    r"[ \t\u00a0$(\\{*-]*\.?\d)"
 )
 _STRICT = re.compile(
     rf"####\s*+(?:(?:(?![A-Za-z]{{2}}|####)[^=\n]){{0,200}}=[^\S\n]*){{0,5}}{_LEAD}{_DECIMAL}{_END}"
@@ -67,9 +70,14 @@ _BASED = re.compile(
     r"\(?(?<![\w.])(\d+(?:\.\d+)?(?=\)?_)|[0-9A-F]+(?=\)?_\{?(?:1[1-9]|[23]\d)))\)?_\{?(\w+)\}?"
 )
 _BASE = re.compile(r"(?<=\w)\)?\s*(?:\(?in\s+)?base[\s-]*(\w+)\)?", re.IGNORECASE)
+_BASE_NAMES = {
+    "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8",
+    "nine": "9", "ten": "10",
+}  # fmt: skip
 _PROSE = re.compile(r"(?:[^\W\d_]|[\s,;<>=()\[\]'\u2019.-]|\\[{} ])+")
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s'\u2019.-]*[^\W\d_]+)+")
 _NOT_FINITE = {"nan", "NaN", "NAN", "inf", "-inf"}
+_NO_NUMBER = re.compile(r"nan|inf", re.IGNORECASE)
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _SPACES = re.compile(r"\\[,;:! ]|~|\\q?quad\b|\s+")
@@ -178,7 +186,8 @@ def read_text(truth: Any, *, expected: str, data_source: str = "") -> str:
     """
     is_plain = not isinstance(truth, bool) and isinstance(truth, str | Number)
     text = str(truth).strip() if is_plain else ""
-    if not text or text in _NOT_FINITE:
+    is_number = not isinstance(truth, str)
+    if not text or text in _NOT_FINITE or (is_number and _NO_NUMBER.search(text)):
         raise _refusal(truth, expected, data_source)
     return text
 
@@ -305,6 +314,7 @@ def _name_texts(answer: str, truth: str) -> tuple[str, str]:
 
     def name(match: re.Match[str]) -> str:
         text = re.sub(r"[^\w.]", "", match.group()).casefold().lstrip("0")
+        text = re.sub(r"(?<=_)[a-z]+\Z", lambda word: _BASE_NAMES.get(word[0], word[0]), text)
         return f"q_{{{names.setdefault(text, str(1000 + len(names)))}}}"
 
     both = [_BASE.sub(r"_{\1}", _without_fonts(one)) for one in (answer, truth)]

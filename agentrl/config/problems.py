@@ -11,7 +11,7 @@ from typing import Any, Never, cast
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from agentrl.config.other_names import find_meant, find_refusal
+from agentrl.config.other_names import find_meant, find_refusal, table
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, find_nearest
 from agentrl.validation_messages import describe_expected, dotted, section_types
@@ -111,18 +111,21 @@ def nearest_key(key: str, known: Sequence[str] | None = None) -> str | None:
     """
     existing = known_keys() if known is None else known
     section, _, leaf = key.rpartition(".")
-    if meant := find_meant(key):
+    is_section = any(other.startswith(f"{section}.") for other in existing)
+    if meant := find_meant(key) or (None if is_section else find_meant(section)):
         return meant
-    if same := [other for other in existing if other.rpartition(".")[2] == leaf]:
+    elsewhere = [k for k in existing if "prepare" in section or not k.startswith("prepare.")]
+    if same := [other for other in elsewhere if other.rpartition(".")[2] == leaf]:
         return _closest(section, same)
-    leaves = {other.rpartition(".")[2]: other for other in reversed(existing)}
+    leaves = {other.rpartition(".")[2]: other for other in reversed(elsewhere)}
     listed = _INDEX.sub("", section)  # all items of a list have the same keys
     siblings = [k.rpartition(".")[2] for k in existing if k.rpartition(".")[0] == listed]
     likely = find_nearest(leaf, siblings, cutoff=0.8) or _find_same_words(leaf, siblings)
     if found := likely or find_nearest(leaf, siblings):
         return f"{section}.{found}".removeprefix(".")
+    other_name = find_nearest(leaf, list(table()["meant"]), cutoff=0.85)
     found = find_nearest(leaf, leaves, cutoff=0.75)
-    return leaves[found] if found else None
+    return leaves[found] if found else find_meant(other_name or "")
 
 
 def _find_same_words(name: str, known: Sequence[str]) -> str | None:

@@ -266,6 +266,8 @@ def construct(
         initialize(config, tool_schema)
     elif _takes(signature, config):
         initialize(config)
+    elif _takes(signature, config=config):
+        initialize(config=config)
     else:
         raise ConfigError(f"{found.__name__}{signature} takes no config", expected=CONSTRUCTOR)
     return tool

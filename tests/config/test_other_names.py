@@ -108,7 +108,9 @@ def test_keys_that_the_tables_name_exist_and_names_are_no_keys():
     assert {key for name in READ for key in targets(name)} <= keys
     assert set(table()["meant"].values()) <= keys
     names = {*READ, *table()["meant"], *table()["refused"]}
-    assert not names & (keys | leaves)
+    # Keys of special sections, which are not meant outside of them.
+    special = {"batch_size", "loss_type", "model_name", "model_path", "steps"}
+    assert names & (keys | leaves) == special
 
 
 @pytest.mark.parametrize("name", table()["meant"])
@@ -124,11 +126,26 @@ def test_a_well_known_name_leads_to_its_key(name: str):
         ("trainer.lr", "actor.optim.lr"),
         ("critic.lr", "critic.optim.lr"),
         ("critic.cliprange", "critic.cliprange_value"),
+        ("actor.batch_size", "actor.ppo_mini_batch_size"),
+        ("optim.weight_decay", "actor.optim.weight_decay"),
     ],
 )
 def test_a_name_of_several_sections_means_the_policys_unless_it_says_so(key: str, meant: str):
     assert nearest_key(key) == meant
     assert meant in unknown_key(key)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("reward_model.token_reward.weight", "reward.tool_call_bonus"),
+        ("reward_manager.name", "reward.manager"),
+        ("data.train_file", "data.train_files"),
+        ("rollout.max_new_token", "rollout.multi_turn.max_tokens_per_turn"),
+    ],
+)
+def test_a_name_means_no_key_of_a_preparation_and_an_unknown_section_counts(key: str, meant: str):
+    assert nearest_key(key) == meant
 
 
 def test_a_well_known_name_in_an_unknown_section_is_found(read):

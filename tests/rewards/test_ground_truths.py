@@ -23,6 +23,8 @@ NOT_FINITE = [
     " inf ",
     np.float64("nan"),
     Decimal("NaN"),
+    Decimal("sNaN"),
+    Decimal("-Infinity"),
 ]
 NO_GROUND_TRUTHS = [None, {}, {"a": 1}, "", "  ", True, [], [None], [{"a": 1}], *NOT_FINITE]
 SCORERS = [gsm8k, math_answer, math_dapo, qa, multiple_choice]

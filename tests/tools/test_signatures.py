@@ -126,6 +126,11 @@ class ConfigAndNone(ConfigOnly):
         BaseTool.__init__(self, config, None)
 
 
+class KeywordConfig(ConfigOnly):
+    def __init__(self, *, config):
+        super().__init__(config)
+
+
 class NoConfig(Answering):
     def __init__(self):
         super().__init__({})
@@ -184,7 +189,7 @@ def test_a_constructor_may_take_config_alone(tmp_path: Path):
 
 
 @pytest.mark.parametrize("isolation", ["none", "thread", "process"])
-@pytest.mark.parametrize("kind", [ConfigOnly, ConfigAndMore, ConfigAndNone])
+@pytest.mark.parametrize("kind", [ConfigOnly, ConfigAndMore, ConfigAndNone, KeywordConfig])
 async def test_a_tool_that_takes_config_alone_serves_requests_with_the_yamls_schema(
     tmp_path: Path, kind: type, isolation: str
 ):
