@@ -123,7 +123,10 @@ class Message(BaseModel):
 
     @property
     def text(self) -> str:
-        """The joined text parts; an empty string if there are none."""
+        """The text parts, joined without a separator as chat templates write them; else empty.
+
+        The gateway joins the blocks of its clients by line breaks, into one text.
+        """
         if isinstance(self.content, list):
             return "".join(part.text or "" for part in self.content if part.type == "text")
         return self.content or ""
