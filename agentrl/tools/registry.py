@@ -300,7 +300,9 @@ def _build(
                 key="mcp",
                 expected="agentrl.tools.mcp_tool.MCPTool or a subclass of it, or no section mcp",
             )
-        return load_mcp_tools(found, config, entry.mcp.model_dump(exclude_unset=True), hub=hub, file=path, key=key)
+        return load_mcp_tools(
+            found, config, entry.mcp.model_dump(exclude_unset=True), hub=hub, file=path, key=key
+        )
     except AgentRLError as error:
         add_place(error, file=path, key=key)
         raise

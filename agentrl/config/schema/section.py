@@ -99,9 +99,9 @@ class Section(BaseModel):
         """Refuse `on`, which YAML reads as a truth value, as a number; pydantic reads it as 1."""
         values = given if isinstance(given, list | tuple) else [given]
         kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
-        if any(value is True or value is False for value in values):
-            if kinds & {int, float} and not kinds & {bool, Any, object}:
-                raise ValueError("YAML reads yes, no, on, off, true and false as truth values")
+        is_number = bool(kinds & {int, float}) and not kinds & {bool, Any, object}
+        if is_number and any(value is True or value is False for value in values):
+            raise ValueError("YAML reads yes, no, on, off, true and false as truth values")
         return given
 
 

@@ -142,8 +142,8 @@ def test_allowed_tools_are_the_tools_of_the_call(
 )
 def test_allowed_tools_that_are_none_are_refused_by_field(path: str, given: Item) -> None:
     tools, names = [tool_of(path, parameters=PARAMETERS)], ["absent"] if not given else []
+    choice = allowed(path, *names, **given)
     with pytest.raises(CallError, match="tool_choice") as caught:
-        choice = allowed(path, *names, **given)
         read(path, body_of(path, tools=tools, tool_choice=choice))
     assert str(caught.value.param).startswith("tool_choice")
 

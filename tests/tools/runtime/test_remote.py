@@ -18,7 +18,6 @@ from tests.fakes.runs import write_yaml
 from tests.fakes.tools import call, schema
 from tests.plugins.test_call import Clock
 
-
 clocks: list[Clock] = []
 
 
