@@ -76,6 +76,8 @@ _BASE_NAMES = {
 }  # fmt: skip
 _PROSE = re.compile(r"(?:[^\W\d_]|[\s,;<>=()\[\]'\u2019.-]|\\[{} ])+")
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s'\u2019.-]*[^\W\d_]+)+")
+_NAMES = re.compile(r"(?<![\\A-Za-z])(?:[A-Z]{2,}|[A-Z]+\d[A-Z\d]*)(?![a-z])")
+_ANGLE = re.compile(r"((?<!tri)angle\s*\{?)([A-Z]{3})(?![A-Za-z])")
 _NOT_FINITE = {"nan", "NaN", "NAN", "inf", "-inf"}
 _NO_NUMBER = re.compile(r"nan|inf", re.IGNORECASE)
 
@@ -305,10 +307,11 @@ def _without_fonts(answer: str) -> str:
 
 
 def _name_texts(answer: str, truth: str) -> tuple[str, str]:
-    r"""Replace what is not arithmetic by symbols: words, and numbers in a base.
+    r"""Replace what is not arithmetic by symbols: words, names of points, and numbers in a base.
 
     Otherwise `math_verify` reads a word as a product of its letters, and does not read bases. A
-    side is left as it is if the other one has no such text: `xy` is also `x \cdot y`.
+    side is left as it is if the other one has no such text: `xy` is also `x \cdot y`. An angle may
+    be read from either side: `\angle ABC` is `\angle CBA`.
     """
     names: dict[str, str] = {}
 
@@ -323,6 +326,9 @@ def _name_texts(answer: str, truth: str) -> tuple[str, str]:
     both = [re.sub(r"\s+(?:and|or)\s+", ", ", one) for one in both]
     if all(_PROSE.fullmatch(one) and _WORDS.search(one) for one in both):
         return _WORDS.sub(name, both[0]), _WORDS.sub(name, both[1])
+    both = [_ANGLE.sub(lambda m: m[1] + min(m[2], m[2][::-1]), one) for one in both]
+    if all(_NAMES.search(one) for one in both):
+        return _NAMES.sub(name, both[0]), _NAMES.sub(name, both[1])
     return answer, truth
 
 

@@ -123,7 +123,10 @@ class Message(BaseModel):
 
     @property
     def text(self) -> str:
-        """The joined text parts; an empty string if there are none."""
+        """The text parts, joined without a separator as chat templates write them; else empty.
+
+        The gateway joins the blocks of its clients by line breaks, into one text.
+        """
         if isinstance(self.content, list):
             return "".join(part.text or "" for part in self.content if part.type == "text")
         return self.content or ""
@@ -143,9 +146,18 @@ class Message(BaseModel):
         return self.model_dump(exclude_none=True)
 
 
-def dump_json(value: Any, *, indent: int | None = None, default: Any = None) -> str:
-    """Write a value as JSON; see `strict_json` for numbers that are not finite."""
-    return strict_json(json.dumps(value, ensure_ascii=False, indent=indent, default=default))
+def dump_json(
+    value: Any, *, indent: int | None = None, default: Any = None, for_file: bool = False
+) -> str:
+    """Write a value as JSON; see `strict_json` for numbers that are not finite.
+
+    Args:
+        value: What is written.
+        indent: Blanks of a level; None: one line.
+        default: As of `json.dumps`.
+        for_file: Whether to escape what is not ASCII. Halves of surrogate pairs cannot be encoded.
+    """
+    return strict_json(json.dumps(value, ensure_ascii=for_file, indent=indent, default=default))
 
 
 def strict_json(text: str) -> str:

@@ -25,6 +25,7 @@ from agentrl.config.schema.agent import AgentConfig
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.config.secrets import is_secret_name
 from agentrl.errors import AgentError, AgentRLError, ConfigError, text_of
+from agentrl.messages import dump_json
 from agentrl.rollout.records import AgentRun
 from agentrl.sandbox.base import Execution, ExecutionEnd, Sandbox
 from agentrl.sandbox.factory import SharedSandbox, check_sandbox
@@ -95,7 +96,7 @@ class AgentProgram:
 
     async def __call__(self, record: AgentRecord, timeout_s: float) -> Outcome:
         """Run the program once."""
-        row = json.dumps(record.row)
+        row = dump_json(record.row, for_file=True)
         command = [record.fill(argument) for argument in self._command]
         if self._is_isolated:
             path, port = await self._gateway.open_socket(), urlsplit(record.base_url).port

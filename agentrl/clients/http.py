@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from agentrl.errors import ServiceError
+from agentrl.messages import dump_json
 from agentrl.plugins.call import PerLoop
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def query_parameters(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     for name, value in values.items():
         for item in value if isinstance(value, list) else [value]:  # pyright: ignore[reportUnknownVariableType]
             if item is not None:
-                text = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
+                text = item if isinstance(item, str) else dump_json(item)
                 pairs.append((name, text))
     return pairs
 

@@ -1,13 +1,12 @@
 """The prompts of a model that plays the user, and the reading of its scores."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from agentrl.answers import without_thought
-from agentrl.messages import Message
+from agentrl.messages import Message, dump_json
 
 _ROLE = """You play a user who talks with an assistant. Stay in this part; never say that you play.
 
@@ -75,7 +74,7 @@ def judge_messages(
     spoken = [said._asdict() for said in _spoken(messages, show_tools=show_tools)]
     return [
         {"role": "system", "content": system},
-        {"role": "user", "content": json.dumps(spoken, ensure_ascii=False)},
+        {"role": "user", "content": dump_json(spoken)},
     ]
 
 
@@ -111,7 +110,7 @@ def _spoken(messages: Sequence[Mapping[str, Any]], *, show_tools: bool) -> Itera
                 yield _Utterance(message.role, text.strip())
         if show_tools:
             for call in message.tool_calls or []:
-                arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+                arguments = dump_json(call.function.arguments)
                 yield _Utterance("assistant", f"(calls {call.function.name} with {arguments})")
             if message.role == "tool":
                 text = f"(is told by {message.name or 'the tool'}: {message.text})"

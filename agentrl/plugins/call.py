@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, 
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -33,6 +34,8 @@ TASK_PREFIX = "plugin:"
 _NEEDS_MAIN_THREAD = re.compile(r"signal.* main thread|threaded environment.*signal", re.S)
 MAX_GRACE_S = 1.0
 GRACE_FRAC = 0.05
+SET_UP_S = 600.0
+"""Seconds of one set-up, if the plug-in has no shorter limit."""
 
 
 class ExecutionMode(StrEnum):
@@ -108,15 +111,16 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float, na
 
 
 @contextmanager
-def setting_up() -> Generator[None]:
+def setting_up(limit_s: float = SET_UP_S) -> Generator[None]:
     """Stop the clock of the running bounded call: the set-up in this block has its own limit.
 
     For what a plug-in starts in its first call, or again after a failure: a session, a sandbox. May
-    be used on a thread of the call, and without a bounded call.
+    be used on a thread of the call, and without a bounded call. A set-up that takes longer than
+    `limit_s` ends the call by a `CallTimeoutError` that says so.
     """
     alarm = _running.get()
     if alarm is not None:
-        alarm.call(alarm.stop)
+        alarm.call(partial(alarm.stop, limit_s))
     try:
         yield
     finally:
@@ -314,6 +318,7 @@ class _Alarm:
     """The time of the loop's clock at which it was started last."""
     num_stops: int = 1
     """Stops without a start."""
+    set_up_clock: asyncio.TimerHandle | None = None
     clock: asyncio.TimerHandle | None = None
 
     def call(self, change: Callable[[], None]) -> None:
@@ -325,17 +330,25 @@ class _Alarm:
         """Continue, if every stop has ended."""
         self.num_stops -= 1
         loop = self.ended.get_loop()
+        if self.set_up_clock is not None and not self.num_stops:
+            self.set_up_clock.cancel()
         if not (self.num_stops or self.ended.done()):
             self.started_at = loop.time()
             self.clock = loop.call_at(self.started_at + self.left_s, self.ring)
 
-    def stop(self) -> None:
-        """Keep the time that is left."""
+    def stop(self, limit_s: float | None = None) -> None:
+        """Keep the time that is left; for a set-up, at most for `limit_s`."""
         self.num_stops += 1
+        loop = self.ended.get_loop()
         if self.clock is not None:
             self.clock.cancel()
             self.clock = None
-            self.left_s -= self.ended.get_loop().time() - self.started_at
+            self.left_s -= loop.time() - self.started_at
+        if self.set_up_clock is not None and (limit_s is None or self.num_stops == 1):
+            self.set_up_clock.cancel()
+        if limit_s is not None and self.num_stops == 1:
+            late = CallTimeoutError(f"the set-up did not end within {limit_s:g} s")
+            self.set_up_clock = loop.call_later(limit_s, _settle, self.ended, _Attempt(error=late))
 
     def ring(self) -> None:
         """End the call; if the loop was blocked, postpone the end once by that time."""

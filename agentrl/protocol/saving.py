@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from agentrl.atomic_io import atomic_file
 from agentrl.errors import DataError
+from agentrl.messages import dump_json, restore_numbers
 
 _FORMAT = {"format": "agentrl.DataProto", "version": "1"}
 _JSON_KEY = "__json__"
@@ -38,7 +39,7 @@ def write_columns(
         for key, values in non_tensors.items()
     }
     facts = {key: _to_json(value, f"meta_info {key!r}") for key, value in meta_info.items()}
-    text = json.dumps({"non_tensors": columns, "meta_info": facts})
+    text = dump_json({"non_tensors": columns, "meta_info": facts}, for_file=True)
     # Cloned, because tensors that share memory cannot be saved in one file.
     plain = {
         key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -64,7 +65,7 @@ def read_columns(
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise DataError(f"cannot read the batch: {error}", file=path) from error
-    saved = json.loads(tensors.pop(_JSON_KEY).numpy().tobytes())
+    saved = json.loads(restore_numbers(tensors.pop(_JSON_KEY).numpy().tobytes()))
     return tensors, saved["non_tensors"], saved["meta_info"]
 
 

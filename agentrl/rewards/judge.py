@@ -19,6 +19,7 @@ from agentrl.answers import without_thought
 from agentrl.clients.chat import ChatClient, ChatConfig
 from agentrl.config.schema.section import Section
 from agentrl.errors import RewardError
+from agentrl.messages import dump_json
 from agentrl.plugins.keys import read_keys
 
 LONGEST_REPLY = 20_000
@@ -260,7 +261,7 @@ def _content(message: Mapping[str, Any]) -> str:
         parts = cast("list[dict[str, Any]]", content)
         content = "\n".join(str(part.get("text", f"[{part.get('type')}]")) for part in parts)
     calls = message.get("tool_calls")
-    return f"{content}\n{json.dumps(calls, default=str)}" if calls else content
+    return f"{content}\n{dump_json(calls, default=str)}" if calls else content
 
 
 def shorten(text: str, longest: int) -> str:

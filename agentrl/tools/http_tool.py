@@ -10,7 +10,6 @@ response_path: current.summary
 tool_schema: {type: function, function: {name: weather, description: ..., parameters: ...}}
 """
 
-import json
 from typing import Any, Literal, cast
 
 from pydantic import Field
@@ -18,7 +17,7 @@ from pydantic import Field
 from agentrl.clients.http import Answer, HttpClient
 from agentrl.config.schema.section import Section
 from agentrl.errors import ServiceError, ToolError
-from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse, dump_json
 from agentrl.tools.base import ToolResult
 from agentrl.tools.bundled import BundledTool, refuse_unsendable
 
@@ -132,4 +131,4 @@ class HTTPTool(BundledTool):
                         service=url,
                         expected=f"response_path {path}",
                     )
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return value if isinstance(value, str) else dump_json(value)

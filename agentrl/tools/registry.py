@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from agentrl.config.schema.resources import PluginResources
 from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError, find_nearest
@@ -35,6 +35,33 @@ _NEAR = 0.65
 """Similarity from which a key may be a misspelled key of agentrl's, as `retries` for `retry`."""
 
 
+def _refuse_number(value: Any) -> Any:
+    if isinstance(value, int | float):
+        raise ValueError(f"is {value!r}: expected a text, in quotes")
+    return value
+
+
+_Text = Annotated[Any, AfterValidator(_refuse_number)]
+"""A text of a YAML, or what a later check refuses."""
+
+
+class _ServerTexts(BaseModel):
+    """The texts of a server; all else is checked when the servers are read."""
+
+    model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
+
+    command: _Text = ""
+    args: list[_Text] = []
+    env: dict[str, _Text] = {}
+    headers: dict[str, _Text] = {}
+
+
+class _McpTexts(BaseModel):
+    model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
+
+    servers: dict[str, _ServerTexts] | None = None
+
+
 class ToolEntry(BaseModel):
     """One tool of a tool YAML."""
 
@@ -51,7 +78,7 @@ class ToolEntry(BaseModel):
         default_factory=dict[str, float],
         description="a mapping of num_cpus, num_gpus and custom resources of Ray, more than 0",
     )
-    mcp: dict[str, Any] | None = Field(
+    mcp: _McpTexts | None = Field(
         default=None, description="for tools of MCP servers: a mapping that names the servers"
     )
 
@@ -273,7 +300,9 @@ def _build(
                 key="mcp",
                 expected="agentrl.tools.mcp_tool.MCPTool or a subclass of it, or no section mcp",
             )
-        return load_mcp_tools(found, config, entry.mcp, hub=hub, file=path, key=key)
+        return load_mcp_tools(
+            found, config, entry.mcp.model_dump(exclude_unset=True), hub=hub, file=path, key=key
+        )
     except AgentRLError as error:
         add_place(error, file=path, key=key)
         raise

@@ -14,6 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer
 
+from agentrl.messages import dump_json
 from agentrl.trainer.metrics.sinks import METRICS_FILE
 from agentrl.trainer.rollouts.line_files import find_rollout_files
 from agentrl.trainer.state.run_folder import (
@@ -287,7 +288,7 @@ def _are_same(values: Sequence[Any], configs: Sequence[RecordedConfig]) -> bool:
 def _text_of(value: Any) -> str:
     if value is _NOT_SET:
         return "not set"
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return dump_json(value, default=str)
 
 
 def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:

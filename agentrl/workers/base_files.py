@@ -22,6 +22,8 @@ from agentrl.workers.weight_files import list_files, loaded_names, weight_names
 _NOT_KEPT = {"architectures", "dtype", "quantization_config", "torch_dtype", "transformers_version",
              "transformers_weights"}  # fmt: skip
 """Keys of config.json that describe the files, and not the model."""
+_ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq"}
+"""Older keys that `rope_parameters` replaces."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,12 @@ def complete_config(
     for old, new in {"torch_dtype": "dtype", **config.attribute_map}.items():
         if old in ("torch_dtype", "num_experts") and new in saved:
             done[old] = saved[new]
+    text_config = config.get_text_config()
+    [text] = [parts[one] for one in parts if getattr(config, one) is text_config] or [{}]
     for key in {one for one in base if one[0] != "_"} - done.keys() - _NOT_KEPT:
-        value = getattr(config, key, getattr(config.get_text_config(), key, base[key]))
+        value = getattr(config, key, getattr(text_config, key, base[key]))
+        if key in _ROPE and key in text:  # an old file has the keys of its text part at the top
+            value = text[key]
         done[key] = json.loads(json.dumps(value, default=lambda _, key=key: base[key]))
     return done
 
@@ -108,7 +114,7 @@ def _old_rope(
     full: dict[str, Any] = wanted.get("full_attention") or wanted
     scaling = {k: v for k, v in full.items() if k not in ("rope_theta", "partial_rotary_factor")}
     has_scaling = scaling.keys() - {"rope_type"} or scaling.get("rope_type") != "default"
-    scaling["type"] = scaling.get("rope_type")
+    scaling["type"] = "mrope" if "mrope_section" in scaling else scaling.get("rope_type")
     if config.model_type == "phi3":  # which refuses other fields
         scaling = {key: scaling.get(key) for key in ("type", "short_factor", "long_factor")}
     is_neox = config.model_type.startswith("gpt_neox")

@@ -34,6 +34,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from agentrl.atomic_io import move_into
 from agentrl.errors import AgentRLError, CheckpointError, StoreError
+from agentrl.messages import restore_numbers
 from agentrl.remote_io import Location, RemotePath
 from agentrl.workers.rng import RandomState
 from agentrl.workers.shards import LocalSlice, Overlap, byte_view, overlap
@@ -416,7 +417,7 @@ def _read_contents(path: Location, manifest: Manifest) -> Checkpoint:
     """Read the state and the headers: undamaged files may still be of another format."""
     name, tensors = STATE, manifest.tensors
     try:
-        state = _STATE.validate_json((path / name).read_bytes())
+        state = _STATE.validate_json(restore_numbers((path / name).read_bytes()))
         for name in manifest.files:
             if name == STATE:
                 continue

@@ -33,6 +33,7 @@ from agentrl.atomic_io import (
     remove_leftovers,
 )
 from agentrl.errors import CheckpointError, StoreError, is_out_of_memory
+from agentrl.messages import dump_json
 from agentrl.remote_io import Location, RemotePath, reason_of, write_whole
 from agentrl.workers.checkpoint import (
     DTYPES,
@@ -195,7 +196,7 @@ class CheckpointWriter:
                 rank_file(rank): [Piece(*piece) for piece in record["pieces"]]
                 for rank, record in enumerate(records)
             }
-            text = json.dumps(asdict(self.state), indent=1, sort_keys=True)
+            text = dump_json(asdict(self.state), indent=1, for_file=True)
             files[STATE] = _write_file(draft / STATE, [text.encode()])
             manifest = Manifest(files, tensors).to_json().encode()
             if isinstance(draft, Path):

@@ -24,6 +24,7 @@ from agentrl.atomic_io import atomic_folder, naming_path
 from agentrl.engines.tied_head import is_tied
 from agentrl.engines.vision import has_vision
 from agentrl.errors import CheckpointError
+from agentrl.messages import dump_json
 from agentrl.workers.base_files import BaseFiles, complete_config
 from agentrl.workers.export_check import WrittenTensor, find_config_damage, find_damage
 from agentrl.workers.lora import ADAPTER_WEIGHTS, BASE_DIGEST, peft_name
@@ -135,7 +136,7 @@ def _export(
                 refuse_damage(find_damage(aside, written, tokenizer), target)
                 _link_other_files(target, aside)
                 if about is not None:
-                    text = json.dumps(about, indent=2) + "\n"
+                    text = dump_json(about, indent=2, for_file=True) + "\n"
                     (aside / ABOUT).unlink(missing_ok=True)  # it may be a link to an earlier one
                     (aside / ABOUT).write_text(text, encoding="utf-8")
         except CheckpointError as error:

@@ -37,7 +37,7 @@ from agentrl.workers.log_probs import HeadTransform, TokenScores, read_head_tran
 from agentrl.workers.lora import Adapters
 from agentrl.workers.offload import OffloadedMemory, offload_activations
 from agentrl.workers.packing import PackedBatch
-from agentrl.workers.packing_probe import measure_crossing
+from agentrl.workers.packing_probe import find_probe_length, measure_crossing
 from agentrl.workers.sequence_parallel import SequenceShard
 from agentrl.workers.shards import local_tensor
 from agentrl.workers.vision_tower import VisionTower, tower_weights
@@ -198,6 +198,7 @@ class PackedModel(nn.Module):
             vocab_size=self.text_config.vocab_size,
             device=self.world.device,
             max_sharing_length=sharing,
+            longest=find_probe_length(self.config),
         )
         self.kernel = kernel
         self.train(was_training)

@@ -221,26 +221,76 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-@pytest.mark.parametrize("run", [lambda call: call(), in_thread_loop], ids=["loop", "thread"])
+class Clock:
+    """Moves the clock of a loop, so that no test waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._moved_s, real = 0.0, self.loop.time
+        monkeypatch.setattr(self.loop, "time", lambda: real() + self._moved_s)
+
+    async def move(self, seconds: float) -> None:
+        """Handle what is due, move the clock, and handle what is due then. From any loop."""
+        for moved in (0.0, seconds):
+            self._moved_s += moved
+            turns = asyncio.run_coroutine_threadsafe(self._turn(), self.loop)
+            await asyncio.wrap_future(turns)
+
+    async def _turn(self) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+RUNS: list[Any] = [lambda call: call(), in_thread_loop]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=["loop", "thread"])
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_time_of_set_up_is_not_counted_and_the_rest_is(run: Any, is_late: bool):
+async def test_time_of_set_up_is_not_counted_and_the_rest_is(
+    run: Any, is_late: bool, monkeypatch: pytest.MonkeyPatch
+):
+    clock = Clock(monkeypatch)
+
     async def sets_up() -> None:
         with setting_up():
-            await asyncio.sleep(1.1)
+            await clock.move(200)
 
     async def works() -> str:
+        await clock.move(50)
         await asyncio.gather(sets_up(), sets_up())
         with setting_up():
             await sets_up()
-        await asyncio.sleep(60 if is_late else 0)
+        if is_late:  # a loop that was late is given the same time again, once
+            await clock.move(80)
+            await clock.move(80)
+            await asyncio.Event().wait()
         return "done"
 
-    bounded = call_bounded(lambda: run(works), timeout_s=1, name="x")
+    bounded = call_bounded(lambda: run(works), timeout_s=100, name="x")
     if is_late:
-        with pytest.raises(CallTimeoutError):
+        with pytest.raises(CallTimeoutError, match="no answer within 100 s"):
             await bounded
     else:
         assert await bounded == "done"
+
+
+@pytest.mark.parametrize("run", RUNS, ids=["loop", "thread"])
+@pytest.mark.parametrize("inner_s", [None, 5.0])
+async def test_a_set_up_has_a_limit_of_its_own(
+    run: Any, inner_s: float | None, monkeypatch: pytest.MonkeyPatch
+):
+    clock = Clock(monkeypatch)
+
+    async def works() -> None:
+        with setting_up():  # an earlier set-up has no effect on a later one
+            await clock.move(60)
+        with setting_up(70), setting_up() if inner_s is None else setting_up(inner_s):
+            await clock.move(60)
+            await clock.move(20)
+            await asyncio.Event().wait()
+
+    with pytest.raises(CallTimeoutError, match="the set-up did not end within 70 s"):
+        await call_bounded(lambda: run(works), timeout_s=10, name="x")
 
 
 async def test_set_up_needs_no_bounded_call():

@@ -1,4 +1,5 @@
 import copy
+import json
 import math
 import pickle
 from collections import deque
@@ -296,6 +297,27 @@ def test_pydantic_models_are_saved_as_dicts(tmp_path):
     data.save_to_disk(tmp_path / "batch")
     loaded = DataProto.load_from_disk(tmp_path / "batch").non_tensor_batch["m"][0][0]
     assert Message.model_validate(loaded) == Message(role="user", content="Hi")
+
+
+NUMBERS = [math.nan, math.inf, -math.inf, 1.5, "NaN", '"\\u004eaN"', "Infinity \ud800"]
+
+
+def test_numbers_that_are_not_finite_are_saved_as_json(tmp_path):
+    from safetensors.torch import load_file
+
+    scores = object_array([{"b": number, "a": [number]} for number in NUMBERS])
+    facts = {"x": NUMBERS, "NaN": {"-Infinity": -math.inf}}
+    batch = DataProto.from_dict(non_tensors={"scores": scores}, meta_info=facts)
+    batch.save_to_disk(tmp_path / "batch")
+    [written] = load_file(tmp_path / "batch").values()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads(written.numpy().tobytes(), parse_constant=refuse)
+    read = DataProto.load_from_disk(tmp_path / "batch")
+    assert repr(list(read.non_tensor_batch["scores"])) == repr(list(scores))
+    assert repr(read.meta_info) == repr(facts)
 
 
 def test_tensors_that_share_memory_are_saved(tmp_path):

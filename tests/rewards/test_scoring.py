@@ -25,6 +25,7 @@ from agentrl.rewards.scoring import make_extra_info, read_score, solution_text
 from agentrl.rollout.records import CallRecord
 from agentrl.rollout.states import RequestState, StopReason
 from tests.fakes.requests import build_request, observed, said
+from tests.fakes.waiting import until
 
 
 def answer(text="#### 5", **fields):
@@ -172,13 +173,15 @@ def test_a_scorer_path_to_no_function_is_refused():
 
 
 def test_scores_are_concurrent():
+    all_begun = asyncio.Barrier(20)
+
     async def wait(**_):
-        await asyncio.sleep(0.1)
+        await all_begun.wait()
         return 1.0
 
-    started = time.monotonic()
-    score([answer() for _ in range(20)], wait)
-    assert time.monotonic() - started < 1.0
+    requests = [answer() for _ in range(20)]
+    score(requests, wait)
+    assert [request.reward for request in requests] == [1.0] * 20
 
 
 # A failed request is data: a scorer's failure is one request's.
@@ -195,7 +198,7 @@ async def _cancels_itself():
 async def _ignores_cancellation():
     while True:
         try:
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(6)
         except asyncio.CancelledError:
             pass
         else:
@@ -213,8 +216,8 @@ FAILURES = {
     "none": lambda: None,
     "nan": lambda: math.nan,
     "text": lambda: "1.0",
-    "hangs": lambda: time.sleep(3),
-    "hangs awaiting": lambda: asyncio.sleep(3),
+    "hangs": lambda: time.sleep(30),
+    "hangs awaiting": lambda: asyncio.sleep(30),
     "ignores cancellation": _ignores_cancellation,
     "cancels itself": _cancels_itself,
 }
@@ -226,7 +229,7 @@ def test_failures_are_data_a_scorer_that_fails_costs_its_request_alone(failure):
         return FAILURES[failure]() if ground_truth == "bad" else 1.0
 
     requests = [answer(ground_truth=truth) for truth in ("good", "bad", "good")]
-    score(requests, fail_for_one, timeout_s=0.2)
+    score(requests, fail_for_one, timeout_s=2.0 if "hang" in failure else 4.0)
     assert [request.reward for request in requests] == [1.0, None, 1.0]
     bad = requests[1]
     assert bad.state is RequestState.FAILED
@@ -270,18 +273,19 @@ def test_failed_requests_are_not_scored():
 
 
 def test_cancelling_the_manager_cancels_its_scores():
-    ended = []
+    begun, ended = [], []
 
     async def wait(**_):
+        begun.append(True)
         try:
-            await asyncio.sleep(3)
+            await asyncio.Event().wait()
         finally:
             ended.append(True)
 
     async def main():
         manager = get_reward_manager("naive")(wait, RewardConfig())
         task = asyncio.create_task(manager.score([answer(), answer()]))
-        await asyncio.sleep(0.05)
+        await until(lambda: len(begun) == 2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

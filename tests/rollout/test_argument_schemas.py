@@ -7,6 +7,7 @@ import jsonschema
 import pytest
 
 from agentrl.rollout.argument_schemas import find_argument_error
+from tests.fakes.waiting import assert_linear
 
 SLOW = "^(a|a)*$"
 TEXT = "a" * 40 + "b"
@@ -31,16 +32,18 @@ def of(**properties: Any) -> dict[str, Any]:
 def test_a_pattern_is_stopped_in_time(arguments: Any, schema: Any):
     started = time.monotonic()
     objection = find_argument_error(arguments, schema)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 60  # without a limit: years
     assert objection is not None
     assert "cannot be checked: a pattern takes more than 0.1 s" in objection
 
 
 def test_many_items_are_compared_in_linear_time():
     schema = of(x={"type": "array", "uniqueItems": True})
-    started = time.monotonic()
-    assert find_argument_error({"x": [{"a": i} for i in range(10_000)]}, schema) is None
-    assert time.monotonic() - started < 1
+
+    def check(size: int) -> None:
+        assert find_argument_error({"x": [{"a": i} for i in range(size)]}, schema) is None
+
+    assert_linear(check, 1000)
 
 
 @pytest.mark.parametrize(

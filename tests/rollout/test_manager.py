@@ -32,6 +32,7 @@ from tests.fakes.plugins import (
     make_scripted,
     tiny_template,
 )
+from tests.fakes.waiting import until
 
 CALL = calling("lookup", q="Bern")
 
@@ -309,7 +310,7 @@ async def test_what_was_aborted_is_not_tried_again():
     failure = FailureConfig(policy="retry", max_failed_frac=1.0)
     manager = make_manager(make_context(engine), n=2, failure=failure)
     task = asyncio.create_task(roll_out(manager, 1))
-    await asyncio.sleep(0.05)
+    await until(lambda: len(engine.calls) == 2)
     for offset in range(2):
         await engine.abort(f"train-0-0-0-{offset}")
     done = await task
@@ -325,7 +326,7 @@ async def test_cancelling_ends_and_releases_everything_even_what_had_not_begun()
     prompts = make_prompts(1, interaction_kwargs={"name": "fake"})
     requests = manager.make_requests(prompts, manager.train_plan())
     task = asyncio.create_task(manager.rollout(requests))
-    await asyncio.sleep(0.1)
+    await until(lambda: len(engine.calls) == 4)  # both requests wait for their second answer
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

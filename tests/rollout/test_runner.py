@@ -30,6 +30,7 @@ from tests.fakes.plugins import (
     make_request,
     tiny_tokenizer,
 )
+from tests.fakes.waiting import until
 
 ASKED = {"name": "fake"}
 END = "<|im_end|>"
@@ -484,8 +485,7 @@ async def test_an_aborted_call_keeps_what_was_sampled():
     tool = FakeTool()
     request = make_request()
     task = asyncio.create_task(run_request(request, make_context(engine, tools=[tool])))
-    await asyncio.sleep(0.1)
-    assert len(engine.calls) == 2
+    await until(lambda: len(engine.calls) == 2)
     await engine.abort(request.request_id)
     assert await task is request
     assert_invariants(request, engine)
@@ -494,6 +494,11 @@ async def test_an_aborted_call_keeps_what_was_sampled():
     assert request.error.fault is Fault.LIMIT
     assert trained(request) == f"{CALL}{END}"
     check_life(tool.lives, "create", "release")
+
+
+def seen(plugin: FakeTool | FakeUser) -> list[str]:
+    """The methods that were called, of all instances."""
+    return [method for life in plugin.lives.values() for method in life]
 
 
 @pytest.mark.parametrize("place", ["engine", "tool", "user", "create", "start", "calc_reward"])
@@ -508,7 +513,9 @@ async def test_cancelling_releases_everything_and_goes_on(place: str):
     context = make_context(engine, tools=[tool], interactions=[user], tool_timeout_s=2.0)
     request = make_request(interaction_kwargs=ASKED)
     task = asyncio.create_task(run_request(request, context))
-    await asyncio.sleep(0.1)
+    begun = {"engine": lambda: len(engine.calls) == 2, "tool": lambda: "execute" in seen(tool),
+             "user": lambda: "respond" in seen(user)}  # fmt: skip
+    await until(begun.get(place, lambda: place in seen(tool) + seen(user)))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

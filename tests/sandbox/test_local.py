@@ -139,7 +139,7 @@ async def test_sandbox_that_is_closed_while_sessions_start_ends_at_once(make: Ma
     await asyncio.sleep(0.05)
     started = time.monotonic()
     await sandbox.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25  # a start may take 30
     done = await asyncio.gather(*runs, return_exceptions=True)
     assert all(isinstance(one, Execution | SandboxError) for one in done), done
     await until(lambda: set(descendants()) <= before, "a guest runs on")

@@ -16,8 +16,11 @@ from aiohttp import web
 from agentrl.errors import ConfigError, MissingExtraError, ServiceError, ToolError
 from agentrl.messages import CallOutcome
 from agentrl.plugins.environment import install_command
+from agentrl.plugins.keys import read_entries
 from agentrl.tools import BaseTool
+from agentrl.tools.mcp.servers import HttpServer, McpSection, StdioServer, read_servers
 from agentrl.tools.mcp_tool import MCPTool
+from agentrl.tools.registry import ToolEntry
 from agentrl.tools.runtime.session import ToolSession
 from agentrl.tools.runtime.settings import RetrySettings
 from tests.fakes.http_services import always, serving
@@ -508,3 +511,33 @@ async def test_a_loud_server_writes_to_the_log_and_not_to_the_terminal(
     assert "fake: server fine starts" in caplog.messages
     assert any("loud loud" in message for message in caplog.messages)
     assert max(map(len, caplog.messages)) < 600
+
+
+WORDS = ["0123", "1e5", "on", "12_000", "12:30", "1.10", "0x1F", "no"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_texts_of_a_server_are_what_the_yaml_has(tmp_path: Path, word: str):
+    file = tmp_path / "tools.yaml"
+    file.write_text(
+        "tools: [{class_name: agentrl.tools.mcp_tool.MCPTool, config: {type: mcp}, mcp: {servers: {"
+        f"a: {{command: run, args: [-p, {word}], env: {{KEY: {word}}}}},"
+        f"b: {{url: 'http://x', headers: {{KEY: {word}}}}}}}}}}}]\n",
+        encoding="utf-8",
+    )
+    [entry] = read_entries(file, "tools", ToolEntry)
+    assert entry.mcp is not None
+    section = McpSection.model_validate(entry.mcp.model_dump(exclude_unset=True))
+    one, other = [server.spec for server in read_servers(section, file=file, key="mcp")]
+    assert isinstance(one, StdioServer)
+    assert isinstance(other, HttpServer)
+    assert (one.args, one.env, other.headers) == (("-p", word), {"KEY": word}, {"KEY": word})
+
+
+def test_numbers_in_a_file_of_servers_are_texts(tmp_path: Path):
+    server = '{"command": "run", "args": [8080, 1.10], "env": {"N": 1e5}, "timeout": 3}'
+    (tmp_path / "servers.json").write_text(f'{{"mcpServers": {{"a": {server}}}}}')
+    section = McpSection(mcp_servers_config_path=Path("servers.json"))
+    [read] = read_servers(section, file=tmp_path / "tools.yaml", key="mcp")
+    assert isinstance(read.spec, StdioServer)
+    assert (read.spec.args, read.spec.env) == (("8080", "1.10"), {"N": "1e5"})

@@ -37,6 +37,7 @@ from tests.fakes.scheduling import (
 )
 from tests.fakes.vision_chat import make_vision_template
 from tests.fakes.vision_models import make_tokenizer, random_picture
+from tests.fakes.waiting import until
 
 CALL = calling("lookup", q="Bern")
 
@@ -346,11 +347,10 @@ async def test_requests_of_a_rank_that_is_gone_are_aborted_and_released(
     [link] = pool._links  # pyright: ignore[reportPrivateUsage]
     hanging = setup.pool_manager(pool, talking(2, delay_s=60.0))
     rollout = asyncio.create_task(hanging.rollout(requests_of(hanging)))
-    await asyncio.sleep(0.1)
+    await until(lambda: connections[0].worker._sessions)  # pyright: ignore[reportPrivateUsage]
     assert link._receiver is not None  # pyright: ignore[reportPrivateUsage]
     link._receiver.cancel()  # pyright: ignore[reportPrivateUsage]
-    await asyncio.sleep(0.6)
-    assert not connections[0].worker._sessions  # pyright: ignore[reportPrivateUsage]
+    await until(lambda: not connections[0].worker._sessions)  # pyright: ignore
     check_life(setup.tools[0].lives, "create", "release")  # pyright: ignore
     rollout.cancel()
     await asyncio.wait([rollout])
@@ -387,9 +387,9 @@ async def test_cancelling_ends_every_request_and_releases_its_tools(
     manager = setup.pool_manager(pool, engine := talking(delay_s=delay_s))
     requests = requests_of(manager)
     rollout = asyncio.create_task(manager.rollout(requests))
-    await asyncio.sleep(0.2)
+    await until(lambda: sum(bool(tool.lives) for tool in setup.tools) == 2)  # pyright: ignore
     rollout.cancel()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         await asyncio.wait([rollout])
     assert rollout.cancelled()
     assert {request.stop_reason for request in requests} == {StopReason.ABORTED}
@@ -532,14 +532,17 @@ async def test_a_score_that_died_with_its_worker_is_computed_by_the_rank():
 
 
 async def test_cancelled_scores_do_not_keep_the_run_waiting():
+    begun = asyncio.Event()
+
     async def endless(**_: Any) -> float:
-        await asyncio.sleep(60)
+        begun.set()
+        await asyncio.Event().wait()
         return 0.0
 
     setup = WorkerSetup(reward=endless, n=2)
     scoring = asyncio.create_task(score(setup, setup.make_pool(setup.connect(1)), talking(1)))
-    await asyncio.sleep(0.2)
+    await asyncio.wait_for(begun.wait(), 60)
     scoring.cancel()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         await asyncio.wait([scoring])
     assert scoring.cancelled()

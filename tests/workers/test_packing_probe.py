@@ -28,7 +28,7 @@ from agentrl.workers.distributed import World
 from agentrl.workers.load import load_policy
 from agentrl.workers.model import PolicyModel, ScoringParams
 from agentrl.workers.packing import PackedBatch
-from agentrl.workers.packing_probe import measure_crossing
+from agentrl.workers.packing_probe import find_probe_length, measure_crossing
 from tests.fakes.engines import tiny_model
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
@@ -106,3 +106,51 @@ def test_every_row_is_compared():
 
     found = measure_crossing(score, vocab_size=9, device=torch.device("cpu"), max_sharing_length=0)
     assert found == (2.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "length"),
+    [
+        ({}, 2),
+        ({"sliding_window": 40}, 42),
+        ({"sliding_window": 4, "attention_chunk_size": 70}, 72),
+        ({"sliding_window": None, "max_position_embeddings": 32}, 2),
+        ({"sliding_window": 40, "max_position_embeddings": 32}, 32),
+        ({"sliding_window": 32_768}, 2),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "max_position_embeddings": 128,
+            },
+            66,
+        ),
+    ],
+)
+def test_probe_is_longer_than_what_the_layers_distinguish(keys: dict[str, Any], length: int):
+    assert find_probe_length(LlamaConfig(**USUAL, **keys)) == length
+
+
+def test_probe_does_not_leave_the_lengths_that_a_run_may_have():
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    config = LlamaConfig(**USUAL, rope_parameters=rope | factors, max_position_embeddings=128)
+    assert find_probe_length(config) == 64
+
+
+def test_a_rule_of_long_batches_is_found(world: World):
+    model = tiny_model(initializer_range=0.1)
+    policy = PolicyModel(model, world, torch.float32, FsdpConfig())
+
+    def score(packed: PackedBatch) -> torch.Tensor:
+        found = policy(packed, ScoringParams(temperature=1.0)).log_probs
+        return found * 2 if packed.plan.longest > 64 else found
+
+    policy.check_packing(score)
+    policy.config.original_max_position_embeddings = 64
+    with pytest.raises(ConfigError, match="sequences in one micro-batch change"):
+        policy.check_packing(score)

@@ -19,6 +19,7 @@ from agentrl.agent_loops.gateway.dialect import (
     Part,
     cut_text,
     find_ignored,
+    narrow_tools,
     read_body,
     read_content,
     read_sampling,
@@ -96,12 +97,15 @@ class AnthropicMessages:
         tools = {f"tools[{i}]": _read_tool(tool) for i, tool in enumerate(given.tools)}
         choice, stops = given.tool_choice or _Choice(type="auto"), given.stop_sequences or []
         names = {"any": "required", "tool": f"tool:{choice.name}"}
+        functions, wanted = read_tools(tools), names.get(choice.type, choice.type)
+        if wanted == "allowed_tools":
+            functions, wanted = narrow_tools(functions, choice)
         left_out = {"tools": None in tools.values(), "stop_sequences": "" in stops}
         return ChatCall(
             messages=messages if messages[0].text else messages[1:],
-            tools=read_tools(tools),
+            tools=functions,
             model=given.model,
-            tool_choice=names.get(choice.type, choice.type),
+            tool_choice=wanted,
             parallel_calls=not choice.disable_parallel_tool_use,
             stop=tuple(filter(None, stops)),
             max_tokens=given.max_tokens,

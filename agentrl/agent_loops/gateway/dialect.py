@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -132,6 +132,55 @@ def read_tools(functions: Mapping[str, Any]) -> list[OpenAIFunctionToolSchema]:
     return [read_tool(one, param) for param, one in functions.items() if one is not None]
 
 
+class _Function(Body):
+    name: str = ""
+    namespace: str = ""
+
+
+class _AllowedTool(_Function):
+    function: _Function | None = None
+
+
+class _Allowed(Body):
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[_AllowedTool]
+
+
+def narrow_tools(
+    tools: list[OpenAIFunctionToolSchema], choice: BaseModel
+) -> tuple[list[OpenAIFunctionToolSchema], str]:
+    """Obey a `tool_choice` of the type `allowed_tools`: the policy gets only these tools.
+
+    Args:
+        tools: Of the body.
+        choice: The `tool_choice`. The list is in it, or in its field `allowed_tools`.
+
+    Returns:
+        The allowed tools, and the mode.
+
+    Raises:
+        CallError: If there is no list, or it names no function of the body.
+    """
+    given = choice.model_dump()
+    allowed = _validated(_Allowed, given.get("allowed_tools", given), "tool_choice.allowed_tools")
+    named = [one.function or one for one in allowed.tools]
+    names = [qualify(one.namespace, one.name) for one in named]
+    kept = [tool for tool in tools if tool.name in names]
+    if not kept:
+        raise CallError(
+            f"tool_choice: allowed_tools names {names}, and tools has none of them: expected names "
+            "of functions in tools",
+            code="invalid_tool",
+            param="tool_choice",
+        )
+    return kept, allowed.mode
+
+
+def qualify(space: str, name: Any) -> Any:
+    """Return the name that the policy uses for a function, which may be in a namespace."""
+    return f"{space}__{name}" if space else name
+
+
 def read_tool(function: Any, param: str) -> OpenAIFunctionToolSchema:
     """Read the schema of a tool; equal schemas are one object, which templates cache by identity.
 
@@ -147,15 +196,17 @@ def read_tool(function: Any, param: str) -> OpenAIFunctionToolSchema:
 @lru_cache(maxsize=4096)
 def _read_tool(text: str, param: str) -> OpenAIFunctionToolSchema:
     given = {"type": "function", "function": json.loads(text)}
+    return _validated(OpenAIFunctionToolSchema, given, param)
+
+
+def _validated(model: type[M], given: Any, param: str) -> M:
     try:
-        return OpenAIFunctionToolSchema.model_validate(given)
+        return model.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise CallError(
-            f"{param}: {'.'.join(map(str, first['loc']))}: {first['msg']}",
-            code="invalid_tool",
-            param=param,
-        ) from None
+        where = ".".join(map(str, first["loc"]))
+        message = f"{param}: {where}: {first['msg']}"
+        raise CallError(message, code="invalid_tool", param=param) from None
 
 
 def read_arguments(name: str, call_id: str, text: str, param: str) -> SentCall:

@@ -12,6 +12,7 @@ from agentrl.agent_loops.gateway.dialect import (
     Part,
     cut_text,
     find_ignored,
+    narrow_tools,
     read_arguments,
     read_body,
     read_content,
@@ -91,14 +92,16 @@ class OpenAIChat:
             else None
             for i, tool in enumerate(given.tools)
         }
-        choice = given.tool_choice or "auto"
-        if not isinstance(choice, str):
+        functions, choice = read_tools(tools), given.tool_choice or "auto"
+        if not isinstance(choice, str) and choice.type == "allowed_tools":
+            functions, choice = narrow_tools(functions, choice)
+        elif not isinstance(choice, str):
             choice = f"tool:{choice.function.name}" if choice.type == "function" else choice.type
         stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
         left_out = {"tools": None in tools.values(), "stop": "" in stops}
         return ChatCall(
             messages=[_read_message(m, f"messages[{i}]") for i, m in enumerate(given.messages)],
-            tools=read_tools(tools),
+            tools=functions,
             model=given.model,
             tool_choice=choice,
             parallel_calls=given.parallel_tool_calls is not False,

@@ -14,6 +14,8 @@ from agentrl.agent_loops.gateway.dialect import (
     Part,
     cut_text,
     find_ignored,
+    narrow_tools,
+    qualify,
     read_arguments,
     read_body,
     read_content,
@@ -110,11 +112,14 @@ class OpenAIResponses:
         choice = given.tool_choice or "auto"
         wanted = choice if isinstance(choice, str) else choice.type
         if not isinstance(choice, str) and wanted == "function":
-            wanted = f"tool:{_qualify(choice.namespace, choice.name)}"
+            wanted = f"tool:{qualify(choice.namespace, choice.name)}"
+        functions = read_tools(tools)
+        if not isinstance(choice, str) and wanted == "allowed_tools":
+            functions, wanted = narrow_tools(functions, choice)
         return ChatCall(
             messages=messages,
             previous_reply=(given.previous_response_id or "").removeprefix("resp_"),
-            tools=read_tools(tools),
+            tools=functions,
             namespaces=namespaces,
             model=given.model,
             tool_choice=wanted,
@@ -214,7 +219,7 @@ def _read_assistant(item: _Item, param: str) -> SentMessage | None:
         thought = "".join(part.text or "" for part in parts or item.summary or [])
         return SentMessage(role="assistant", form="null", thought=thought)
     if item.type == "function_call":
-        name = _qualify(item.namespace, item.name)
+        name = qualify(item.namespace, item.name)
         call = read_arguments(name, item.call_id, item.arguments, param)
         return SentMessage(role="assistant", form="null", calls=(call,))
     if item.type == "message" and item.role == "assistant":
@@ -243,12 +248,7 @@ def _read_tool(tool: dict[str, Any], space: str = "") -> dict[str, Any] | None:
     if tool.get("type") not in (None, "function"):
         return None
     function = {key: tool.get(key) for key in ("name", "description", "parameters")}
-    return function | {"name": function["name"] and _qualify(space, function["name"])}
-
-
-def _qualify(space: str, name: Any) -> Any:
-    """Return the name that the policy uses for a function, which may be in a namespace."""
-    return f"{space}__{name}" if space else name
+    return function | {"name": function["name"] and qualify(space, function["name"])}
 
 
 def _write_head(reply: ChatReply, call: ChatCall) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def _write_items(reply: ChatReply, call: ChatCall) -> Iterator[dict[str, Any]]:
             "type": "function_call",
             "id": f"fc_{number}_{index}",
             "call_id": made.id,
-            "name": made.name.removeprefix(_qualify(space, "")),
+            "name": made.name.removeprefix(qualify(space, "")),
             **({"namespace": space} if space else {}),
             "arguments": made.text,
             "status": "completed",

@@ -2,10 +2,18 @@
 
 import logging
 import re
+from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationInfo,
+    field_validator,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -84,3 +92,20 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_words(cls, given: object, info: ValidationInfo) -> object:
+        """Refuse `on`, which YAML reads as a truth value, as a number; pydantic reads it as 1."""
+        values = given if isinstance(given, list | tuple) else [given]
+        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        is_number = bool(kinds & {int, float}) and not kinds & {bool, Any, object}
+        if is_number and any(value is True or value is False for value in values):
+            raise ValueError("YAML reads yes, no, on, off, true and false as truth values")
+        return given
+
+
+@cache
+def _kinds(annotation: Any) -> set[Any]:
+    inner = get_args(annotation)
+    return set().union(*map(_kinds, inner)) if inner else {annotation}

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -78,17 +79,24 @@ class Opaque:
         return f"<{self._kind}>"
 
 
+@dataclass
+class TimeLeft:
+    """The time that the guests of one test have left."""
+
+    seconds: float
+
+
 class Guest:
     """An interpreter of the sandbox with the guest's modules in it.
 
     Args:
         session: A new session; the caller closes it.
         role: The guest's role.
-        deadline: End of the test, on the monotonic clock.
+        time_left: Seconds that the guests of the test may still run, without their start.
     """
 
-    def __init__(self, session: Session, role: Role, deadline: float) -> None:
-        self._session, self._deadline = session, deadline
+    def __init__(self, session: Session, role: Role, time_left: TimeLeft) -> None:
+        self._session, self._time_left = session, time_left
         self._prelude = _prelude(role)
 
     async def ask(self, what: str, *, max_output_bytes: int, **request: Any) -> Any:
@@ -100,15 +108,20 @@ class Guest:
             TestFailure: If there is no answer, or no time is left.
             SandboxError: If the sandbox failed.
         """
-        left_s = self._deadline - time.monotonic()
+        left_s = self._time_left.seconds
         if left_s <= 0:
             raise TestFailure(_ENDS[ExecutionEnd.TIMEOUT], is_late=True)
         mark = f"answer-{secrets.token_hex(8)}:"
         encoded = json.dumps({"ask": what, **request})
         source = f"{self._prelude}_agentrl_serve({mark!r}, {encoded!r})"
+        begun = time.monotonic()
         execution = await self._session.run(
             source, timeout_s=left_s, max_output_bytes=max_output_bytes
         )
+        used_s = time.monotonic() - begun
+        if self._prelude:  # the first request waits for the start of the interpreter
+            used_s = min(max(execution.seconds, 0.0), used_s)
+        self._time_left.seconds -= used_s
         self._prelude = ""
         answer = _find_answer(execution, mark)
         if "error" in answer:
@@ -121,13 +134,13 @@ async def guests(
     sandbox: Sandbox, timeout_s: float, *roles: Role
 ) -> AsyncGenerator[tuple[Guest, ...]]:
     """Open fresh interpreters with a guest in each, and close them after the block."""
-    deadline = time.monotonic() + timeout_s
+    time_left = TimeLeft(timeout_s)
     async with AsyncExitStack() as stack:
         opened: list[Guest] = []
         for role in roles:
             session = await sandbox.open_python()
             stack.push_async_callback(session.close)
-            opened.append(Guest(session, role, deadline))
+            opened.append(Guest(session, role, time_left))
         yield tuple(opened)
 
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from agentrl.clients.http import without_secrets
 from agentrl.config.schema.section import Section, UserPath
@@ -37,8 +37,6 @@ class SessionScope(StrEnum):
 
 class StdioServer(Section):
     """A server that is started as a process, and connected over its standard streams."""
-
-    model_config = ConfigDict(coerce_numbers_to_str=True)
 
     command: str = Field(min_length=1)
     """The program to start: a name on the PATH, or a path."""
@@ -164,7 +162,8 @@ def _find_file(path: Path, yaml: Path, key: str) -> Path:
 def _read_file(file: Path) -> dict[str, dict[str, Any]]:
     """Read the servers of a file, without the keys that only other programs read."""
     try:
-        data: Any = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        data: Any = json.loads(text, parse_int=str, parse_float=str)  # texts in all known keys
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the file: {error}", file=file, expected=_FORM) from None
     servers = cast("Any", data).get("mcpServers") if isinstance(data, dict) else None

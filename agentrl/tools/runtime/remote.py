@@ -8,12 +8,21 @@ its next call, as for a tool in a process.
 import asyncio
 import pickle
 import uuid
+from collections.abc import Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from agentrl.errors import ToolLifeError, WorkerLostError
-from agentrl.plugins.call import CallTimeoutError, ExecutionMode, call_bounded, shut_down
+from agentrl.plugins.call import (
+    MAX_GRACE_S,
+    SET_UP_S,
+    CallTimeoutError,
+    ExecutionMode,
+    call_bounded,
+    setting_up,
+    shut_down,
+)
 from agentrl.plugins.remote import RemoteObject
 from agentrl.tools.base import BaseTool
 from agentrl.tools.registry import initialize_tools_from_config
@@ -77,11 +86,12 @@ class RemoteExecutor(ToolExecutor):
         """
         if call.method == "create":
             self._is_lost = False
-        is_known, self._is_known = self._is_known, True
+        is_known, self._is_known, pickled = self._is_known, True, pickle.dumps(call)
         try:
-            answer = await self._remote.call(
-                "run", self._key, is_known, self._timeout_s, pickle.dumps(call)
-            )
+            with setting_up(self._timeout_s + SET_UP_S):  # the process limits the call
+                answer = await self._while_alive(
+                    self._remote.call("run", self._key, is_known, self._timeout_s, pickled)
+                )
         except WorkerLostError as error:
             self._lose()
             raise ToolLifeError(
@@ -97,6 +107,27 @@ class RemoteExecutor(ToolExecutor):
         if error is not None:
             raise error
         return value
+
+    async def _while_alive(self, call: Coroutine[Any, Any, bytes]) -> bytes:
+        """Await an answer as long as the process is not blocked, which is asked from time to time.
+
+        Raises:
+            CallTimeoutError: if the process does not answer.
+        """
+        answer = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({answer}, timeout=self._timeout_s))[0]:
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._remote.call("respond")
+                except TimeoutError:
+                    message = f"its process is blocked: no answer within {self._timeout_s:g} s"
+                    raise CallTimeoutError(message) from None
+            return await answer
+        finally:
+            if not answer.done():
+                answer.cancel()
+                await asyncio.wait({answer}, timeout=MAX_GRACE_S)
 
     async def close(self) -> None:
         """End the instance there."""
@@ -166,6 +197,9 @@ class HostedTool:
             return pickle.dumps((value, error, executor.is_lost))
         except Exception as failure:  # noqa: BLE001 - pickling runs code of users
             return pickle.dumps((None, sendable(failure), executor.is_lost))
+
+    async def respond(self) -> None:
+        """Do nothing: the answer shows that no code blocks this process."""
 
     async def end(self, key: str) -> None:
         """End an instance."""

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import yaml
 
+from agentrl.messages import dump_json
 from agentrl.remote_io import locate, write_whole
 
 ORPHAN_S = 60.0
@@ -347,7 +348,7 @@ def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
         for name, value in tree.items():
             yield from _leaves(value, f"{key}.{name}" if key else str(name))
     else:
-        yield key, tree if isinstance(tree, str) else json.dumps(tree, default=str)
+        yield key, tree if isinstance(tree, str) else dump_json(tree, default=str)
 
 
 def _mlflow_name(name: str) -> str:

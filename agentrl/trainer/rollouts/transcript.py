@@ -9,7 +9,6 @@ Text of a model or a tool is escaped before it is shown: control characters, esc
 invisible characters appear as `\x1b`, and markup is not interpreted.
 """
 
-import json
 import math
 import re
 import sysconfig
@@ -27,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.config.schema.reward import RewardConfig
+from agentrl.messages import dump_json
 from agentrl.rewards import CombinedReward, RewardPlacement, Source, combine_rewards, place_rewards
 from agentrl.rewards.combination import TRAJECTORY_ALONE
 from agentrl.rollout.records import CallRecord, MediaRun, Turn
@@ -289,7 +289,7 @@ def _turn_facts(turn: Turn, tokens: Sequence[TokenView]) -> str:
 
 
 def _call_note(call: CallRecord) -> str:
-    arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
+    arguments = dump_json(call.arguments, default=str)
     return _line(
         f"{call.name}({arguments}) -> {call.outcome}",
         f"{call.seconds:.3f} s",

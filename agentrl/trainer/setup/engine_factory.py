@@ -1,10 +1,11 @@
 """Choose and build the engine that a configuration names."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -267,7 +268,7 @@ def build_scripted_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase)
 
 def sglang_needs(config: RunConfig, dtype: torch.dtype) -> SGLangNeeds:
     """Return a run's requirements on SGLang, in-process or as servers."""
-    model = config.model
+    model, hf_config = config.model, load_hf_config(config.model)
     return SGLangNeeds(
         model_path=model.path,
         tokenizer_path=model.tokenizer_path,
@@ -276,10 +277,22 @@ def sglang_needs(config: RunConfig, dtype: torch.dtype) -> SGLangNeeds:
         dtype=str(dtype).removeprefix("torch."),
         seed=config.rollout.seed,
         trust_remote_code=model.trust_remote_code,
-        override_config=model.override_config,
-        has_tower=has_vision(load_hf_config(model)),
+        override_config=place_overrides(hf_config, model.override_config),
+        has_tower=has_vision(hf_config),
         given=config.rollout.engine.sglang.server_arguments,
     )
+
+
+def place_overrides(hf_config: PretrainedConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the keys of the language part where the trainer has them; SGLang takes them as they are.
+
+    Args:
+        hf_config: With the overrides.
+        overrides: `model.override_config`.
+    """
+    own = {key: value for key, value in overrides.items() if hasattr(hf_config, key)}
+    inner = {key: value for key, value in overrides.items() if key not in own}
+    return own | ({"text_config": {**inner, **own.get("text_config", {})}} if inner else {})
 
 
 def _max_model_len(config: RunConfig) -> int:

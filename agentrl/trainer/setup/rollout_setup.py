@@ -7,7 +7,9 @@ from typing import Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from agentrl.agent_loops.registry import SINGLE_TURN
 from agentrl.agent_loops.routing import make_run
+from agentrl.config.schema.agent import TOOL_AGENT
 from agentrl.config.schema.run import MultiTurnConfig, RunConfig
 from agentrl.engines.protocol import Engine
 from agentrl.media.processor import MediaProcessor
@@ -110,9 +112,9 @@ def make_rollout_setup(
         ConfigError: if no known tool-call format fits the template.
         TemplateError: if the template does not support what the run needs.
     """
-    require(probed.report, template_needs(config, plugins))
-    format_name = _format(config, plugins)
     serves_agents = serves_agents or config.rollout.agent.is_external
+    require(probed.report, template_needs(config, plugins, serves_agents=serves_agents))
+    format_name = _format(config, plugins)
     if serves_agents and not config.rollout.multi_turn.format and probed.report.call_example:
         format_name = None  # agents bring tools of their own
     parser = choose_parser(format_name, probed.report)
@@ -127,8 +129,12 @@ def make_rollout_setup(
     )
 
 
-def template_needs(config: RunConfig, plugins: Plugins) -> TemplateNeeds:
+def template_needs(
+    config: RunConfig, plugins: Plugins, *, serves_agents: bool = False
+) -> TemplateNeeds:
     """Return what a run needs from its chat template.
+
+    Agents that are called with a conversation, or speak to a gateway, may add system messages.
 
     Raises:
         ConfigError: for an unknown tool-call format.
@@ -136,8 +142,11 @@ def template_needs(config: RunConfig, plugins: Plugins) -> TemplateNeeds:
     name, has_tools = _format(config, plugins), bool(plugins.tools)
     # Every format that is derived from a template's own calls answers with the role `tool`.
     by_role = name is None or get_tool_parser(name).result_role == "tool"
+    loops = (TOOL_AGENT, SINGLE_TURN)
+    has_agents = serves_agents or config.rollout.agent.default_agent_loop not in loops
     return TemplateNeeds(
-        system=False,  # the rows say it: see `check_system_messages`
+        # Of other runs the rows say it: see `check_system_messages`.
+        system=None if has_agents or config.rollout.agent.is_external else False,
         tools=has_tools and by_role,
         tool_images=any(tool.returns_images for tool in plugins.tools),
         interaction=bool(plugins.interactions) or (has_tools and not by_role),

@@ -12,6 +12,7 @@ from typing import Any
 
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import DataError
+from agentrl.messages import restore_numbers
 from agentrl.remote_io import Location, locate
 from agentrl.trainer.setup.datasets import RunData, fingerprint_of
 from agentrl.trainer.setup.rollout_setup import RolloutSetup
@@ -89,7 +90,8 @@ def check_rows(record: DataRecord, config: RunConfig) -> list[str]:
     if path is None:
         return []
     try:
-        before = DataRecord(**json.loads((path / STATE).read_bytes())["data"][RECORD])
+        state = json.loads(restore_numbers((path / STATE).read_bytes()))
+        before = DataRecord(**state["data"][RECORD])
     except (OSError, ValueError, KeyError, TypeError):
         return []  # reported when the whole checkpoint is read
     if not config.trainer.val_only and not before.has_order_of(record):

@@ -105,9 +105,55 @@ def test_empty_stops_are_left_out_and_counted(path: str, stops: list[str]) -> No
 @pytest.mark.parametrize("path", DIALECTS)
 async def test_an_unknown_choice_of_tools_has_no_effect_and_is_counted(path: str) -> None:
     played = Played(lambda _: "Well.")
-    call = read(path, body_of(path, tool_choice={"type": "allowed_tools", "mode": "auto"}))
+    call = read(path, body_of(path, tool_choice={"type": "hosted", "mode": "auto"}))
     reply, _ = await played.trajectory.complete(call)
     assert reply.unmet == ("tool_choice",)
+
+
+def allowed(path: str, *names: Any, **fields: Any) -> Item:
+    """A `tool_choice` of allowed tools, as the API writes it."""
+    listed = [{"type": "function", "name": name} for name in names]
+    if path != CHAT:
+        return {"type": "allowed_tools", "tools": listed} | fields
+    listed = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"tools": listed} | fields}
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("mode", ["auto", "required", None])
+@pytest.mark.parametrize("names", [["lookup"], ["other", "lookup"], ["lookup", "absent"]])
+def test_allowed_tools_are_the_tools_of_the_call(
+    path: str, mode: str | None, names: list[str]
+) -> None:
+    other = tool_of(path, parameters=PARAMETERS)
+    (other["function"] if path == CHAT else other)["name"] = "other"
+    tools = [tool_of(path, parameters=PARAMETERS), other]
+    choice = allowed(path, *names, **({"mode": mode} if mode else {}))
+    call = read(path, body_of(path, tools=tools, tool_choice=choice))
+    assert [tool.name for tool in call.tools] == [n for n in ("lookup", "other") if n in names]
+    assert (call.tool_choice, call.ignored) == (mode or "auto", ())
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"tools": []}, {"tools": 3}, {"tools": [3]}, {"mode": "none"}, {"tools": [{"name": 7}]}],
+    ids=str,
+)
+def test_allowed_tools_that_are_none_are_refused_by_field(path: str, given: Item) -> None:
+    tools, names = [tool_of(path, parameters=PARAMETERS)], ["absent"] if not given else []
+    choice = allowed(path, *names, **given)
+    with pytest.raises(CallError, match="tool_choice") as caught:
+        read(path, body_of(path, tools=tools, tool_choice=choice))
+    assert str(caught.value.param).startswith("tool_choice")
+
+
+def test_allowed_tools_may_be_in_a_namespace() -> None:
+    function = {"type": "function", "name": "run", "parameters": PARAMETERS}
+    space = {"type": "namespace", "name": "agents", "tools": [function]}
+    choice = {"type": "allowed_tools", "tools": [{"name": "run", "namespace": "agents"}]}
+    call = read(RESPONSES, body_of(RESPONSES, tools=[space], tool_choice=choice))
+    assert [tool.name for tool in call.tools] == ["agents__run"]
 
 
 @pytest.mark.parametrize("path", DIALECTS)

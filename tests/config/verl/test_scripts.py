@@ -110,9 +110,10 @@ def test_verls_own_file_of_defaults_is_taken():
     assert "my_actor" in refusal({"defaults": [{"actor@actor_rollout_ref.actor": "my_actor"}]})
 
 
-def test_bonuses_and_penalty_of_the_reward_model_section_are_read():
+@pytest.mark.parametrize("sign", [1, -1])
+def test_bonuses_and_penalty_of_the_reward_model_section_are_read(sign: int):
     keys = {"token_reward.tool_call_bonus": 0.1, "token_reward.interaction_bonus": 0.2,
-            "trajectory_reward.length_penalty": 0.3}  # fmt: skip
+            "trajectory_reward.length_penalty": sign * 0.3}  # fmt: skip
     reward = read({f"reward_model.{key}": value for key, value in keys.items()}).reward
     assert (reward.tool_call_bonus, reward.interaction_bonus) == (0.1, 0.2)
     assert reward.length_penalty == 0.3

@@ -1,7 +1,9 @@
 """Grading code by tests: what passes, what fails, and code that says it passed."""
 
 import json
+import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +54,36 @@ async def test_a_function_passes_by_what_it_returns(sandbox: Sandbox):
     found = await graded("def half(x):\n    return x / 2\n", CALLS, sandbox)
     assert found.num_passed == 0
     assert "NameError: name 'double' is not defined" in found.reports[0].got
+
+
+async def test_a_slow_start_of_an_interpreter_is_not_time_of_the_test(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+):
+    moved_s, real = [0.0], time.monotonic
+
+    class Starting:
+        """A session of which the interpreter needs an hour to start, by the exchange's clock."""
+
+        def __init__(self, session: Any) -> None:
+            self.session, self.close, self.start_s = session, session.close, 3600.0
+
+        async def run(self, source: str, **limits: Any) -> Any:
+            moved_s[0], self.start_s = moved_s[0] + self.start_s, 0.0
+            return await self.session.run(source, **limits)
+
+    async def open_python() -> Any:
+        return Starting(await opened())
+
+    opened = sandbox.open_python
+    monkeypatch.setattr(sandbox, "open_python", open_python)
+    clock = SimpleNamespace(monotonic=lambda: real() + moved_s[0])
+    monkeypatch.setattr("agentrl.sandbox.grading.exchange.time", clock)
+    asserts = "def check(candidate):\n    assert candidate(2) == 4\n"
+    tests = [CALLS | {"inputs": [[2]], "outputs": [4]}, {"test": asserts, "entry_point": "double"}]
+    for one in tests:
+        found = await graded(DOUBLE, one, sandbox, test_timeout_s=60.0)
+        assert found.passed_all, found
+    assert moved_s[0] == 3 * 3600
 
 
 CLASSES = """

