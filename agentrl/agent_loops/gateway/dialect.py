@@ -14,6 +14,7 @@ from agentrl.agent_loops.gateway.calls import (
     Form,
     SentCall,
 )
+from agentrl.agent_loops.gateway.limits import Budget, Inside, read_json
 from agentrl.messages import OpenAIFunctionToolSchema, dump_json
 from agentrl.rollout.tool_parsers.json_calls import decode_json
 
@@ -79,27 +80,30 @@ def read_body(model: type[M], body: bytes) -> M:
     """Read the body of a call. Halves of surrogate pairs become U+FFFD, and are reported.
 
     Raises:
-        CallError: If it is not JSON, or not the JSON of the model. Names the field.
+        CallError: If it is not JSON, exceeds a limit, or is not the JSON of the model. Names the
+            field.
     """
     try:
-        return model.model_validate_json(body)
+        return model.model_validate(read_json(body))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        if first["type"] == "json_invalid" and (repaired := _without_surrogates(body)):
-            read = read_body(model, repaired)
-            cast("dict[str, Any]", read.model_extra)["surrogates"] = True
-            return read
         where = ".".join(map(str, first["loc"]))
         raise CallError(
             f"{where or 'the body'}: {first['msg']}", code="invalid_request", param=where or None
         ) from None
+    except ValueError as error:
+        if repaired := _without_surrogates(body):
+            read = read_body(model, repaired)
+            cast("dict[str, Any]", read.model_extra)["surrogates"] = True
+            return read
+        raise CallError(f"the body: Invalid JSON: {error}", code="invalid_request") from None
 
 
 def _without_surrogates(body: bytes) -> bytes | None:
     """Replace halves of surrogate pairs in JSON by U+FFFD; None if there are none."""
     try:
         text = json.dumps(json.loads(body), ensure_ascii=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     replaced = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return replaced.encode() if replaced != text else None
@@ -171,6 +175,7 @@ def read_arguments(name: str, call_id: str, text: str, param: str) -> SentCall:
             code="invalid_arguments",
             param=param,
         )
+    Budget().walk(decoded.value, param, inside=Inside("arguments", 0))
     return SentCall(call_id, name, cast("dict[str, Any]", decoded.value), text)
 
 
