@@ -1,6 +1,7 @@
 """The interface of a dialect, and what all dialects share: reading bodies, tools and options."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -226,10 +227,15 @@ def find_ignored(
         left_out: Known fields, and whether something in them was left out.
     """
     extra = body.model_extra or {}
-    unknown = [k for k, v in extra.items() if k not in harmless and v not in _UNSET]
-    return tuple(sorted([*unknown, *(name for name, is_cut in left_out.items() if is_cut)]))
+    unknown = {k for k, v in extra.items() if k not in harmless and v not in _UNSET}
+    # The names become metrics and a header, so a client does not choose them freely.
+    named = {name if _FIELD.fullmatch(name) else "other" for name in unknown}
+    named |= {name for name, is_cut in left_out.items() if is_cut}
+    return tuple(sorted(named)[:_MAX_NAMED])
 
 
+_FIELD = re.compile("[a-z][a-z0-9_]{0,39}")
+_MAX_NAMED = 32
 _UNSET: tuple[Any, ...] = (None, [], {}, "")
 
 

@@ -1,16 +1,21 @@
-"""The limits of a client's body, checked before a record of it is made. The same in all dialects.
+"""The limits of one agent: of each body, the same in all dialects, and of its work on threads.
 
-Each is far above what coding agents send (tens of tools, hundreds of messages, megabytes of tool
-output). They bound the time and the memory that one body costs.
+A body is checked before a record of it is made. Each limit is far above what coding agents send
+(tens of tools, hundreds of messages, megabytes of tool output). They bound the time and the memory
+that one body costs.
 """
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from pydantic_core import from_json
 
 from agentrl.agent_loops.gateway.calls import CallError
+from agentrl.plugins.cancellation import wait_despite_cancellation
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,8 @@ class Limits:
 
 
 LIMITS = Limits()
+_INLINE_BYTES = 32 << 10
+_INLINE_VALUES = 400
 _PATH = 200
 """Characters of a path in an error."""
 
@@ -74,6 +81,28 @@ _PARTS: Mapping[tuple[str, type], Literal["tools", "arguments"]] = {
     ("input", dict): "arguments",
 }
 """By name and type, the fields with which a part begins."""
+
+
+class AgentThread:
+    """Runs the expensive work of one agent on a thread, one piece at a time."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return the result of the work. A cancelled caller waits for its end too.
+
+        So an agent that hangs up and asks again does not use a second thread.
+        """
+        async with self._lock:
+            running = asyncio.ensure_future(asyncio.to_thread(work))
+            await wait_despite_cancellation([running])
+            return running.result()
+
+
+def is_large(body: bytes) -> bool:
+    """Whether reading a body on the event loop would delay the calls of other agents."""
+    return len(body) > _INLINE_BYTES or _count_marks(body) > _INLINE_VALUES
 
 
 def read_json(body: bytes) -> Any:
@@ -155,7 +184,9 @@ class Budget:
         if isinstance(entries, list):
             inner = Inside(inside.part, depth)
             for index, one in enumerate(entries):
-                self.walk(one, f"{at}[{index}]"[:_PATH], "" if isinstance(one, list) else key, inner)
+                self.walk(
+                    one, f"{at}[{index}]"[:_PATH], "" if isinstance(one, list) else key, inner
+                )
             return
         for name, one in entries.items():
             part = inside.part
