@@ -142,7 +142,9 @@ async def attack(bench: Bench) -> None:
             before, started = memory_mb(), time.process_time()
             async with gateway.session(request, attacked.context) as session, Hold() as hold:
                 url, answers = f"{session.base_url}{path}", ["-"]
-                if make is not None:
+                if make is None:
+                    await honest
+                else:
                     answers = await asyncio.to_thread(post, url, session.key, make)
             cpu_s = time.process_time() - started
             await honest
