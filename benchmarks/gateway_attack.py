@@ -38,9 +38,8 @@ class Hold:
     async def _watch(self) -> None:
         while True:
             before = time.thread_time()
-            await asyncio.sleep(0)
-            self.longest_s = max(self.longest_s, time.thread_time() - before)
             await asyncio.sleep(0.001)
+            self.longest_s = max(self.longest_s, time.thread_time() - before)
 
 
 def memory_mb() -> float:
