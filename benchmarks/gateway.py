@@ -15,8 +15,14 @@ client (`gateway_agents.py`), whose CPU time is not counted but takes a core fro
 
 Expectation: at least 0.95 of the throughput; 256 calls a second leave 3.9 ms of one core for each.
 
+`--attack`: 64 such agents ask, and next to them one agent posts each hostile body of
+`gateway_attack.py`. For each: the longest time for which the thread of the event loop computed
+between two of its iterations (CPU time of that thread, so other programs do not count), the CPU
+time of the process, its memory before and after, and the answer. At most 0.1 s, and at most 10 %
+more memory, are expected.
+
 Run: python benchmarks/gateway.py [--tokenizer FOLDER_OR_HUB_NAME] [--agents N] [--turns N]
-    [--observation-tokens N] [--call-s SECONDS]
+    [--observation-tokens N] [--call-s SECONDS] [--attack]
 """
 
 import argparse
@@ -30,10 +36,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway_attack import BODIES, Hold, memory_mb, post
 from rollout_work import SCHEMA, Bench, Sizes
 
 from agentrl.agent_loops.gateway import Gateway
-from agentrl.rollout import AsyncRolloutRequest
+from agentrl.rollout import AsyncRolloutRequest, RolloutManager
 from agentrl.rollout.scheduling import rare_gc
 
 RATIO_BOUND = 0.95
@@ -68,8 +75,14 @@ def make_bench(tokenizer: str, sizes: Sizes) -> Bench:
 async def measure(bench: Bench) -> Figures:
     """Measure the gateway, and then the engine alone."""
     manager = bench.make_manager(waits=True)
+    async with Gateway() as gateway:
+        return await measure_at(gateway, manager, bench)
+
+
+async def measure_at(gateway: Gateway, manager: RolloutManager, bench: Bench) -> Figures:
+    """Measure a gateway that runs, and then the engine alone."""
     requests = bench.make_requests(manager)
-    async with Gateway() as gateway, AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         sessions = [
             await stack.enter_async_context(gateway.session(request, manager.context))
             for request in requests
@@ -114,6 +127,29 @@ async def measure(bench: Bench) -> Figures:
         direct_cpu_s=time.process_time() - started[0],
         num_tokens=sum(len(ids) for one in bench.episodes for ids in one.completions),
     )
+
+
+async def attack(bench: Bench) -> None:
+    """Post each hostile body next to honest agents, and print what it cost."""
+    manager = bench.make_manager(waits=True)
+    print(f"{'body':32} {'hold s':>8} {'CPU s':>7} {'MB':>6} {'MB after':>8}  answer")
+    async with Gateway() as gateway:
+        await measure_at(gateway, manager, bench)  # caches are filled, and memory is grown
+        for name, (path, make) in {"none": ("", None), **BODIES}.items():
+            attacked = bench.make_manager(waits=True)  # its script counts the attacker's turns only
+            request = bench.make_requests(attacked)[0]
+            honest = asyncio.create_task(measure_at(gateway, manager, bench))
+            before, started = memory_mb(), time.process_time()
+            async with gateway.session(request, attacked.context) as session, Hold() as hold:
+                url, answers = f"{session.base_url}{path}", ["-"]
+                if make is None:
+                    await honest
+                else:
+                    answers = await asyncio.to_thread(post, url, session.key, make)
+            cpu_s = time.process_time() - started
+            await honest
+            figures = f"{hold.longest_s:8.3f} {cpu_s:7.2f} {before:6.0f} {memory_mb():8.0f}"
+            print(f"{name:32} {figures}  {', '.join(sorted(set(answers)))}", flush=True)
 
 
 def check(requests: list[AsyncRolloutRequest], bench: Bench) -> None:
@@ -163,9 +199,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--observation-tokens", type=int, default=500)
     parser.add_argument("--call-s", type=float, default=1.0)
+    parser.add_argument("--attack", action="store_true", help="one attacker and 64 agents")
     asked = parser.parse_args()
+    if asked.attack:
+        asked.agents = min(asked.agents, 64)
     sizes = Sizes(asked.agents, asked.turns, asked.observation_tokens, turn_s=asked.call_s)
     bench = make_bench(asked.tokenizer, sizes)
+    if asked.attack:
+        asyncio.run(attack(bench))
+        return
     with rare_gc():  # as round a training run
         report(bench, asyncio.run(measure(bench)))
 

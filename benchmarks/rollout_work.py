@@ -217,7 +217,10 @@ class Bench:
             self._config,
             self._setup,
             ScriptedEngine(
-                lambda ids, sampling, name, turn: script[name][turn % len(script[name])]
+                # `id#2` is a further sequence of the request `id`.
+                lambda ids, sampling, name, turn: (said := script[name.split("#")[0]])[
+                    turn % len(said)
+                ]
             ),
         )
         ids = (request.request_id for request in self.make_requests(manager))

@@ -98,6 +98,8 @@ class ChatCall:
     """A request for one completion."""
 
     messages: Sequence[SentMessage]
+    is_large: bool = False
+    """Whether its history is matched and its answer written on a thread."""
     previous_reply: str = ""
     """`reply_id` of the reply that `messages` follow, if they are not the whole history."""
     tools: Sequence[OpenAIFunctionToolSchema] = ()

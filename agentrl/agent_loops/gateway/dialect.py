@@ -1,6 +1,7 @@
 """The interface of a dialect, and what all dialects share: reading bodies, tools and options."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
@@ -14,6 +15,7 @@ from agentrl.agent_loops.gateway.calls import (
     Form,
     SentCall,
 )
+from agentrl.agent_loops.gateway.limits import Budget, Inside, read_json
 from agentrl.messages import OpenAIFunctionToolSchema, dump_json
 from agentrl.rollout.tool_parsers.json_calls import decode_json
 
@@ -79,27 +81,30 @@ def read_body(model: type[M], body: bytes) -> M:
     """Read the body of a call. Halves of surrogate pairs become U+FFFD, and are reported.
 
     Raises:
-        CallError: If it is not JSON, or not the JSON of the model. Names the field.
+        CallError: If it is not JSON, exceeds a limit, or is not the JSON of the model. Names the
+            field.
     """
     try:
-        return model.model_validate_json(body)
+        return model.model_validate(read_json(body))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        if first["type"] == "json_invalid" and (repaired := _without_surrogates(body)):
-            read = read_body(model, repaired)
-            cast("dict[str, Any]", read.model_extra)["surrogates"] = True
-            return read
         where = ".".join(map(str, first["loc"]))
         raise CallError(
             f"{where or 'the body'}: {first['msg']}", code="invalid_request", param=where or None
         ) from None
+    except ValueError as error:
+        if repaired := _without_surrogates(body):
+            read = read_body(model, repaired)
+            cast("dict[str, Any]", read.model_extra)["surrogates"] = True
+            return read
+        raise CallError(f"the body: Invalid JSON: {error}", code="invalid_request") from None
 
 
 def _without_surrogates(body: bytes) -> bytes | None:
     """Replace halves of surrogate pairs in JSON by U+FFFD; None if there are none."""
     try:
         text = json.dumps(json.loads(body), ensure_ascii=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     replaced = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return replaced.encode() if replaced != text else None
@@ -222,6 +227,7 @@ def read_arguments(name: str, call_id: str, text: str, param: str) -> SentCall:
             code="invalid_arguments",
             param=param,
         )
+    Budget().walk(decoded.value, param, inside=Inside("arguments", 0))
     return SentCall(call_id, name, cast("dict[str, Any]", decoded.value), text)
 
 
@@ -272,10 +278,15 @@ def find_ignored(
         left_out: Known fields, and whether something in them was left out.
     """
     extra = body.model_extra or {}
-    unknown = [k for k, v in extra.items() if k not in harmless and v not in _UNSET]
-    return tuple(sorted([*unknown, *(name for name, is_cut in left_out.items() if is_cut)]))
+    unknown = {k for k, v in extra.items() if k not in harmless and v not in _UNSET}
+    # The names become metrics and a header, so a client does not choose them freely.
+    named = {name if _FIELD.fullmatch(name) else "other" for name in unknown}
+    named |= {name for name, is_cut in left_out.items() if is_cut}
+    return tuple(sorted(named)[:_MAX_NAMED])
 
 
+_FIELD = re.compile("[a-z][a-z0-9_]{0,39}")
+_MAX_NAMED = 32
 _UNSET: tuple[Any, ...] = (None, [], {}, "")
 
 

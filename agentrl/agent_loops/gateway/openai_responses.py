@@ -186,29 +186,32 @@ class OpenAIResponses:
 
 def _read_items(items: Sequence[_Item]) -> Iterator[SentMessage]:
     """Yield messages. The reasoning, text and calls of one completion become one message."""
-    turn: SentMessage | None = None
+    turn: list[SentMessage] = []
     for index, item in enumerate(items):
         param = f"input[{index}]"
-        if (part := _read_assistant(item, param)) is None:
-            if turn is not None:
-                yield turn
-            turn = None
+        part = _read_assistant(item, param)
+        is_next = part and not part.calls and turn and (turn[-1].text or turn[-1].calls)
+        if turn and (part is None or is_next):
+            yield _join(turn)
+            turn = []
+        if part is None:
             yield _read_other(item, param)
-        elif turn is None or (not part.calls and (turn.text or turn.calls)):
-            if turn is not None:
-                yield turn
-            turn = part
         else:
-            text = turn.text + part.text
-            turn = replace(
-                turn,
-                text=text,
-                form="text" if text else "null",
-                thought=turn.thought + part.thought,
-                calls=turn.calls + part.calls,
-            )
-    if turn is not None:
-        yield turn
+            turn.append(part)
+    if turn:
+        yield _join(turn)
+
+
+def _join(parts: Sequence[SentMessage]) -> SentMessage:
+    """Make one message of the parts of a completion."""
+    text = "".join(part.text for part in parts)
+    return replace(
+        parts[0],
+        text=text,
+        form="text" if text else "null",
+        thought="".join(part.thought for part in parts),
+        calls=tuple(call for part in parts for call in part.calls),
+    )
 
 
 def _read_assistant(item: _Item, param: str) -> SentMessage | None:

@@ -1,10 +1,10 @@
 """Encode the history of a call as a prompt, without delay for the calls of other agents."""
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 
 from agentrl.agent_loops.gateway.calls import CallError, write_json
+from agentrl.agent_loops.gateway.limits import AgentThread
 from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.states import StopReason
@@ -42,20 +42,30 @@ async def encode_prompt(
     tools: Sequence[OpenAIFunctionToolSchema],
     template: ChatTemplate,
     max_model_len: int,
+    thread: AgentThread | None = None,
 ) -> list[int]:
     """Encode a history and the generation prompt. The texts of assistants are outside texts.
 
     A large history is rendered on a thread. It is not encoded if it exceeds `max_model_len` with
     tokens of any length.
 
+    Args:
+        messages: The history.
+        tools: What the template shows of tools.
+        template: Renders and encodes.
+        max_model_len: Most tokens.
+        thread: Where a large history is rendered; None: on any thread.
+
     Raises:
         CallError: If the template cannot render the messages, or they are too long to encode.
     """
-    is_large = _is_large(messages, tools)
     # An assistant's message in a prompt was written by the client, or is a copy of one.
     plan = partial(template.plan_prompt, messages, tools, assistant=TextOrigin.OUTSIDE)
     try:
-        planned = await asyncio.to_thread(plan) if is_large else plan()
+        if _is_large(messages, tools):
+            planned = await (thread or AgentThread()).run(plan)
+        else:
+            planned = plan()
     except TemplateError as error:
         raise CallError(
             f"the chat template cannot render these messages: {error}",

@@ -7,20 +7,25 @@ garbage affects its own request only.
 
 import asyncio
 import logging
+import resource
 import secrets
 import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
-from aiohttp import web
+from aiohttp import http_exceptions, web
 
 from agentrl.agent_loops.gateway.anthropic_messages import AnthropicMessages
 from agentrl.agent_loops.gateway.calls import CallError, ChatCall, ChatReply
 from agentrl.agent_loops.gateway.dialect import Dialect, Event
+from agentrl.agent_loops.gateway.limits import is_large
 from agentrl.agent_loops.gateway.openai_chat import OpenAIChat
 from agentrl.agent_loops.gateway.openai_responses import OpenAIResponses
 from agentrl.agent_loops.gateway.sessions import GatewaySession, GatewaySettings, PendingCall
@@ -36,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ENDED_KEYS = 65_536
 """Ended keys that are remembered, so that their calls get 410 instead of 401."""
-_LARGE_BODY_BYTES = 256 << 10
-"""Larger bodies are parsed on a thread, so that they do not block the event loop."""
 MAX_HEADER_BYTES = 16 << 10
 
 DIALECTS: dict[str, Dialect] = {
@@ -75,6 +78,7 @@ class Gateway:
         self._runner: web.AppRunner | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self._greeted: set[Any] = set()
+        self._busy: set[Any] = set()
         self._address = ""
         self._socket_folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -185,9 +189,7 @@ class Gateway:
             self._socket_folder = None
 
     def _make_app(self) -> web.Application:
-        app = web.Application(
-            client_max_size=self.settings.max_body_bytes, middlewares=[self._greet]
-        )
+        app = web.Application(middlewares=[self._greet])
         for path, dialect in DIALECTS.items():
             app.router.add_post(path, self._completion_handler(dialect))
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
@@ -207,6 +209,7 @@ class Gateway:
     ) -> web.StreamResponse:
         """Mark the connection as one that has sent headers; answer unknown routes; count losses."""
         self._greeted.add(request.protocol)
+        self._busy.add(request.protocol)
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -223,6 +226,8 @@ class Gateway:
             if isinstance(error, asyncio.CancelledError):
                 raise
             return web.Response()  # the server drops it without a traceback
+        finally:
+            self._busy.discard(request.protocol)
 
     async def _sweep(self, runner: web.AppRunner) -> None:
         """Close connections that do not send their headers in time, and those above the limit."""
@@ -230,11 +235,13 @@ class Gateway:
         while runner.server is not None:
             now, connections = time.monotonic(), runner.server.connections
             self._greeted.intersection_update(connections)
-            silent = [one for one in connections if one not in self._greeted]
-            arrived = {one: arrived.get(one, now) for one in silent}
-            excess = len(connections) - self.settings.max_connections
-            for number, one in enumerate(silent):
+            arrived = {one: arrived.get(one, now) for one in connections}
+            excess = len(connections) - min(self.settings.max_connections, _file_limit() // 2)
+            idle = [one for one in connections if one not in self._busy]
+            # Those that sent nothing are closed first.
+            for number, one in enumerate(sorted(idle, key=self._greeted.__contains__)):
                 is_late = now - arrived[one] >= self.settings.header_timeout_s
+                is_late = is_late and one not in self._greeted
                 if one.transport is not None and (is_late or number < excess):
                     one.transport.abort()
             await asyncio.sleep(min(1.0, self.settings.header_timeout_s / 4))
@@ -247,18 +254,20 @@ class Gateway:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 session = self._find_session(request)
-                body = await self._read(request)
-                call = await _read_call(dialect, body)
-                pending = session.start(call, body, request.headers)
-                with pending.serving():
-                    if pending.call.stream:
-                        return await self._stream(request, dialect, pending)
-                    reply = await pending.wait()
-                    written = dialect.write(reply, pending.call)
-                    response = web.json_response(written, dumps=dump_json, headers=_headers(reply))
-                    await _send(request, response)
-                    pending.confirm()
-                    return response
+                with session.opened() as add_bytes:
+                    body = await self._read(request, add_bytes)
+                    call, digest = await session.read(partial(_read_call, dialect), body)
+                    del body
+                    pending = session.start(call, digest, request.headers)
+                    with pending.serving():
+                        if call.stream:
+                            return await self._stream(request, dialect, pending, call)
+                        reply = await pending.wait()
+                        write = partial(_write_reply, dialect, reply, call)
+                        response = await session.write(write, call)
+                        await self._send(request, response)
+                        pending.confirm()
+                        return response
             except (ConnectionError, web.HTTPException):
                 raise
             except Exception as error:  # noqa: BLE001 - an error costs the call, not the server
@@ -267,7 +276,7 @@ class Gateway:
         return handle
 
     async def _stream(
-        self, request: web.Request, dialect: Dialect, pending: PendingCall
+        self, request: web.Request, dialect: Dialect, pending: PendingCall, call: ChatCall
     ) -> web.StreamResponse:
         """Send a reply as events, after the completion has ended; before that, comments."""
         waiting = asyncio.ensure_future(pending.wait())
@@ -284,21 +293,40 @@ class Gateway:
                 await response.write(b": waiting for the policy\n\n")
                 await asyncio.wait([waiting], timeout=self.settings.ping_interval_s)
             try:
-                events = list(dialect.stream(waiting.result(), pending.call))
+                write = partial(_write_events, dialect, waiting.result(), call)
+                events = await self._find_session(request).write(write, call)
             except Exception as error:  # noqa: BLE001 - the status is sent, so it becomes an event
                 refused = _as_call_error(error)
                 await response.write(Event(dialect.write_error(refused), "error").encode())
                 await response.write_eof()
                 return response
-            for event in events:
-                await response.write(event.encode())
-            await _send(request, response)
+            await self._send(request, response, events)
             pending.confirm()
             return response
         finally:
             waiting.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await waiting
+
+    async def _send(
+        self, request: web.Request, response: web.StreamResponse, pieces: Sequence[bytes] = ()
+    ) -> None:
+        """Send a response to its end now, so that a failure to deliver it is known.
+
+        Raises:
+            ConnectionError: If the client has left, or does not read.
+        """
+        try:
+            async with asyncio.timeout(self.settings.body_timeout_s):
+                await response.prepare(request)
+                for piece in pieces:
+                    await response.write(piece)
+                await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+        if _has_left(request):
+            raise ConnectionResetError("the client has left")
 
     def _find_session(self, request: web.Request) -> GatewaySession:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -316,16 +344,27 @@ class Gateway:
             code="invalid_api_key",
         )
 
-    async def _read(self, request: web.Request) -> bytes:
+    async def _read(self, request: web.Request, add_bytes: Callable[[int], None]) -> bytes:
+        """Read a body, in time and within the limits of one body and of its agent.
+
+        Raises:
+            CallError: If it is too long, too late, or not HTTP.
+        """
+        limit, body = self.settings.max_body_bytes, bytearray()
+        declared = request.content_length or 0
         try:
             async with asyncio.timeout(self.settings.body_timeout_s):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge:
+                while declared <= limit and (chunk := await request.content.readany()):
+                    add_bytes(len(chunk))
+                    body += chunk
+                    declared = max(declared, len(body))
+            if declared <= limit:
+                return bytes(body)
             raise CallError(
-                f"the body has more than {self.settings.max_body_bytes} bytes",
-                status=413,
-                code="body_too_large",
-            ) from None
+                f"the body has more than {limit} bytes", status=413, code="body_too_large"
+            )
+        except (web.RequestPayloadError, http_exceptions.HttpProcessingError) as error:
+            raise CallError(f"the body is not HTTP: {error}", code="invalid_request") from None
         except TimeoutError:
             raise CallError(
                 f"the body did not arrive in {self.settings.body_timeout_s:g} seconds",
@@ -337,9 +376,11 @@ class Gateway:
         dialect = DIALECTS["/v1/messages"]
         try:
             session = self._find_session(request)
-            call = await _read_call(dialect, await self._read(request))
-            return web.json_response({"input_tokens": await session.count_input_tokens(call)})
-        except web.HTTPException:
+            with session.opened() as add_bytes:
+                body = await self._read(request, add_bytes)
+                call, _ = await session.read(partial(_read_call, dialect), body)
+                return web.json_response({"input_tokens": await session.count_input_tokens(call)})
+        except (ConnectionError, web.HTTPException):
             raise
         except Exception as error:  # noqa: BLE001 - an error costs the call, not the server
             return _respond_error(dialect, _as_call_error(error))
@@ -374,7 +415,8 @@ class Gateway:
     async def _take_reward(self, request: web.Request) -> web.Response:
         try:
             session = self._find_session(request)
-            session.report(await self._read(request))
+            with session.opened() as add_bytes:
+                await session.report(await self._read(request, add_bytes))
         except CallError as error:
             return _respond_error(_dialect_of(request), error)
         return web.json_response({"reward": session.reported_reward})
@@ -383,10 +425,24 @@ class Gateway:
         return web.json_response({"status": "ok", "sessions": len(self._sessions)})
 
 
-async def _read_call(dialect: Dialect, body: bytes) -> ChatCall:
-    if len(body) > _LARGE_BODY_BYTES:
-        return await asyncio.to_thread(dialect.read, body)
-    return dialect.read(body)
+def _read_call(dialect: Dialect, body: bytes) -> tuple[ChatCall, bytes]:
+    """Read a body; return its digest too."""
+    call = replace(dialect.read(body), is_large=is_large(body))
+    return call, blake2b(body, digest_size=16).digest()
+
+
+def _write_reply(dialect: Dialect, reply: ChatReply, call: ChatCall) -> web.Response:
+    written = dialect.write(reply, call)
+    return web.json_response(written, dumps=dump_json, headers=_headers(reply))
+
+
+def _write_events(dialect: Dialect, reply: ChatReply, call: ChatCall) -> list[bytes]:
+    return [event.encode() for event in dialect.stream(reply, call)]
+
+
+def _file_limit() -> int:
+    """Return the most open files of the process, which its connections share with the run."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _dialect_of(request: web.Request) -> Dialect:
@@ -414,15 +470,3 @@ def _respond_error(dialect: Dialect, error: CallError) -> web.Response:
 
 def _has_left(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
-
-
-async def _send(request: web.Request, response: web.StreamResponse) -> None:
-    """Send a response to its end now, so that a failure to deliver it is known.
-
-    Raises:
-        ConnectionError: If the client has left.
-    """
-    await response.prepare(request)
-    await response.write_eof()
-    if _has_left(request):
-        raise ConnectionResetError("the client has left")

@@ -2,20 +2,27 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeVar
 
 from pydantic import Field
 
 from agentrl.agent_loops.gateway.calls import CallError, ChatCall, ChatReply
 from agentrl.agent_loops.gateway.dialect import Body, read_body
+from agentrl.agent_loops.gateway.limits import is_large
 from agentrl.agent_loops.gateway.trajectory import Point, Trajectory
 from agentrl.config.schema.agent import GatewayConfig
 from agentrl.plugins.cancellation import wait_despite_cancellation
 from agentrl.rollout.states import StopReason
+
+T = TypeVar("T")
+OPEN_PER_CALL = 4
+"""HTTP requests of an agent that may be open, for each call that may run: repetitions wait too."""
+BODIES_AT_ONCE = 2
+"""Bodies of the largest size that an agent may have in progress."""
 
 
 class GatewaySettings(GatewayConfig):
@@ -43,7 +50,6 @@ class _Reward(Body):
 class PendingCall:
     """A call that samples, or has sampled, for one body of a client."""
 
-    call: ChatCall
     task: asyncio.Task[tuple[ChatReply, Point]]
     idempotency_key: str | None
     num_clients: int = 0
@@ -96,7 +102,7 @@ class GatewaySession:
         self._settings = settings
         self._calls: dict[bytes, list[PendingCall]] = {}
         self._running: set[asyncio.Task[tuple[ChatReply, Point]]] = set()
-        self._num_calls = 0
+        self._num_calls = self._num_open = self._num_bytes = 0
 
     @property
     def base_url(self) -> str:
@@ -141,7 +147,55 @@ class GatewaySession:
         """Calls, sequences, differences and cuts so far; also in the request's metrics."""
         return self._trajectory.counts
 
-    def start(self, call: ChatCall, body: bytes, headers: Mapping[str, str]) -> PendingCall:
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[int], None]]:
+        """Count an HTTP request of the agent until its answer; yield what adds its bytes.
+
+        Raises:
+            CallError: If the agent has too many requests, or too many bytes, at the same time.
+        """
+        limit = OPEN_PER_CALL * self._settings.max_concurrent_calls
+        if self._num_open >= limit:
+            raise self._refuse(f"{limit} requests of this key are open", "too_many_calls")
+        num_bytes = 0
+
+        def add(number: int) -> None:
+            nonlocal num_bytes
+            most = BODIES_AT_ONCE * self._settings.max_body_bytes
+            if self._num_bytes + number > most:
+                raise self._refuse(
+                    f"the requests of this key have more than {most} bytes", "too_many_bytes"
+                )
+            num_bytes += number
+            self._num_bytes += number
+
+        self._num_open += 1
+        try:
+            yield add
+        finally:
+            self._num_open -= 1
+            self._num_bytes -= num_bytes
+
+    def _refuse(self, reason: str, code: str, status: int = 429) -> CallError:
+        self.counts["refused_calls"] += 1
+        hint = "; wait for one of them to end" if status == 429 else ""
+        return CallError(reason + hint, status=status, code=code)
+
+    async def read(self, read: Callable[[bytes], T], body: bytes) -> T:
+        """Read a body; a large one on the agent's thread.
+
+        Raises:
+            CallError: If it is not valid.
+        """
+        if is_large(body):
+            return await self._trajectory.thread.run(partial(read, body))
+        return read(body)
+
+    async def write(self, write: Callable[[], T], call: ChatCall) -> T:
+        """Write an answer; that of a large call, which may repeat it, on the agent's thread."""
+        return await self._trajectory.thread.run(write) if call.is_large else write()
+
+    def start(self, call: ChatCall, digest: bytes, headers: Mapping[str, str]) -> PendingCall:
         """Start a call, or return the call of which this one is a repetition.
 
         A client repeats a call if it gave up waiting or lost the connection. The same body is a
@@ -149,10 +203,15 @@ class GatewaySession:
         (`x-stainless-retry-count` above 0), or if the clients of an earlier call have left before
         they got the answer. Otherwise the same body asks for another sample.
 
+        Args:
+            call: What the body asks for.
+            digest: Of the body.
+            headers: Those of the HTTP request.
+
         Raises:
             CallError: If the key has too many calls.
         """
-        same = self._calls.setdefault(blake2b(body, digest_size=16).digest(), [])
+        same = self._calls.get(digest, [])
         given = headers.get("Idempotency-Key")
         if (earlier := _find_repeated(same, given, headers)) is not None:
             self.counts["repeated_calls"] += 1
@@ -160,9 +219,9 @@ class GatewaySession:
         self._refuse_flood()
         task = asyncio.create_task(self._trajectory.complete(call))
         self._running.add(task)
-        task.add_done_callback(self._end_call)
-        pending = PendingCall(call, task, given)
-        same.append(pending)
+        pending = PendingCall(task, given)
+        task.add_done_callback(partial(self._end_call, digest, pending))
+        self._calls.setdefault(digest, []).append(pending)
         return pending
 
     async def count_input_tokens(self, call: ChatCall) -> int:
@@ -179,34 +238,29 @@ class GatewaySession:
     def _refuse_flood(self) -> None:
         limit = self._settings.max_concurrent_calls
         if len(self._running) >= limit:
-            self.counts["refused_calls"] += 1
-            raise CallError(
-                f"{limit} calls of this key are running; wait for one of them to end",
-                status=429,
-                code="too_many_calls",
-            )
+            raise self._refuse(f"{limit} calls of this key are running", "too_many_calls")
         if self._num_calls >= self._settings.max_calls:
-            self.counts["refused_calls"] += 1
-            raise CallError(
-                f"this request has used all its {self._settings.max_calls} calls",
-                status=403,
-                code="budget_exceeded",
-            )
+            used = f"this request has used all its {self._settings.max_calls} calls"
+            raise self._refuse(used, "budget_exceeded", 403)
         self._num_calls += 1
 
-    def _end_call(self, task: asyncio.Task[tuple[ChatReply, Point]]) -> None:
+    def _end_call(
+        self, digest: bytes, pending: PendingCall, task: asyncio.Task[tuple[ChatReply, Point]]
+    ) -> None:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # a client that has left does not fetch it
+        if pending.has_failed:  # its traceback has the call's messages
+            self._calls[digest].remove(pending)
 
-    def report(self, body: bytes) -> None:
+    async def report(self, body: bytes) -> None:
         """Store the reward that the agent posted.
 
         Raises:
             CallError: If the body is not `{"reward": number}`, with a finite number. Further fields
                 are kept.
         """
-        given = read_body(_Reward, body)
+        given = await self.read(partial(read_body, _Reward), body)
         self.reported_reward, self.reported = given.reward, given.model_dump()
 
     async def end(self) -> None:

@@ -16,12 +16,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from hashlib import blake2b
 from itertools import count
 from typing import Literal
 
 from agentrl.agent_loops.gateway.calls import CallError, ChatCall, ChatReply, SentCall, SentMessage
 from agentrl.agent_loops.gateway.histories import HistoryTree, Match, Node, split_thought, tidy
+from agentrl.agent_loops.gateway.limits import AgentThread
 from agentrl.agent_loops.gateway.prompts import TooLongError, encode_prompt
 from agentrl.agent_loops.gateway.sequences import (
     Point,
@@ -44,10 +46,12 @@ from agentrl.rollout.templates.delta import PlannedDelta
 from agentrl.rollout.tool_calls import CallIds, CompletedTurn, read_turn, skip_calls
 
 _UNLIMITED = 1 << 30
+_MAX_COUNTS = 128
+"""Names of counts of one agent; further ones of its own fields are counted as `ignored_other`."""
 _reply_numbers = count()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Plan:
     """Where a call samples: the sequence, and what precedes the completion."""
 
@@ -80,6 +84,7 @@ class Trajectory:
         counts: Calls, sequences by cause, differences, cuts and options without effect, by name.
         cut: The budget that refused or cut the last call; None if none did.
         error: Why the engine failed in the last call; None if it did not.
+        thread: For the large calls of the agent.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class Trajectory:
         self.counts: Counter[str] = Counter()
         self.cut: StopReason | None = None
         self.error: Exception | None = None
+        self.thread = AgentThread()
         self._request = request
         self._context = context
         self._source = source
@@ -103,7 +109,8 @@ class Trajectory:
         self._nodes: dict[Point, Node[Point]] = {}
         self._replies: dict[str, Node[Point]] = {}
         self._opened: dict[Node[Point], list[TokenSequence]] = {}
-        self._num_running = 0
+        self._running: list[_Plan] = []
+        self._planning = asyncio.Lock()
         self._num_completions = 0
         self._num_tool_calls = 0
         self._call_ids = CallIds()
@@ -118,18 +125,25 @@ class Trajectory:
             CallError: If a budget is spent, the template cannot render the messages, or the engine
                 fails.
         """
-        self._refuse_if_spent()
-        plan = self._plan(call)
-        plan.sequence.is_busy = True
-        self._num_running += 1
+        async with self._planning:
+            self._refuse_if_spent()
+            is_large = call.is_large or call.previous_reply
+            plan = (
+                await self.thread.run(partial(self._plan, call)) if is_large else self._plan(call)
+            )
+            plan.sequence.is_busy = True
+            self._running.append(plan)
         started = time.monotonic()
         try:
             observed = await self._encode(plan)
             self._check_length(plan, len(observed))
             completion = await self._generate(plan, observed, call)
-            reply, point = self._append(plan, observed, completion, call, started)
-        except TooLongError as error:
-            self._record_cut(error.budget, plan.sequence)
+            async with self._planning:
+                reply, point = self._append(plan, observed, completion, call, started)
+        except CallError as error:
+            if isinstance(error, TooLongError):
+                self._record_cut(error.budget, plan.sequence)
+            await self._forget(plan)
             raise
         except EngineError as error:
             self.error = error
@@ -139,7 +153,7 @@ class Trajectory:
             ) from None
         finally:
             plan.sequence.is_busy = False
-            self._num_running -= 1
+            self._running.remove(plan)
         self.error = None
         return reply, point
 
@@ -149,17 +163,22 @@ class Trajectory:
         Raises:
             CallError: If the template cannot render the messages, or they are too long to count.
         """
-        history, _ = tidy(self._whole_history(call))
-        shown = [self._show_in_prompt(message) for message in history]
-        limit = self._request.budgets.max_model_len
-        return len(await encode_prompt(shown, call.tools, self._context.template, limit))
+
+        def show() -> list[Message]:
+            history, _ = tidy(self._whole_history(call))
+            return [self._show_in_prompt(message) for message in history]
+
+        is_large = call.is_large or call.previous_reply
+        shown = await self.thread.run(show) if is_large else show()
+        limit, template = self._request.budgets.max_model_len, self._context.template
+        return len(await encode_prompt(shown, call.tools, template, limit, self.thread))
 
     # Where a call samples
 
     def _refuse_if_spent(self) -> None:
         budgets = self._request.budgets
         turns, calls = budgets.max_assistant_turns, budgets.max_tool_calls
-        if turns is not None and self._num_completions + self._num_running >= turns:
+        if turns is not None and self._num_completions + len(self._running) >= turns:
             what, limit = f"max_assistant_turns, {turns}", StopReason.MAX_ASSISTANT_TURNS
         elif calls is not None and self._num_tool_calls > calls:
             what, limit = f"max_tool_calls, {calls}", StopReason.MAX_TOOL_CALLS
@@ -174,7 +193,10 @@ class Trajectory:
         self.counts[f"cut_{limit}"] += 1
 
     def _plan(self, call: ChatCall) -> _Plan:
-        """Choose the sequence of a call. Nothing is awaited, so calls cannot choose the same."""
+        """Choose the sequence of a call, one call at a time, so that no two choose the same.
+
+        A large call is planned on a thread. `_planning` keeps completions out of the tree then.
+        """
         is_side = any(fnmatchcase(call.model, one) for one in self._settings.untrained_models)
         tree = self._side_tree if is_side else self._tree
         match = tree.match(self._whole_history(call), call.tools)
@@ -189,6 +211,22 @@ class Trajectory:
             except TemplateError:
                 self.counts["unrenderable_delta"] += 1
         return self._plan_prompt(match, call.tools, is_side=is_side)
+
+    async def _forget(self, plan: _Plan) -> None:
+        """Remove the messages of a prompt that was refused: they may be megabytes."""
+        async with self._planning:
+            if plan.delta is not None or self._opened.get(plan.after) != [plan.sequence]:
+                return
+            del self._opened[plan.after]
+            if self._sequences[-1] is plan.sequence:
+                self._sequences.pop()
+            plan.after.is_prompt = False
+            used = {other.after for other in self._running if other is not plan}
+            for node in list(plan.after.path()):
+                is_kept = node.children or node.sampled or node.is_prompt or node in used
+                if node.parent is None or is_kept:
+                    return
+                node.parent.children.remove(node)
 
     def _whole_history(self, call: ChatCall) -> Sequence[SentMessage]:
         """Return the messages of a call, after those of the reply that they follow, if any.
@@ -354,7 +392,9 @@ class Trajectory:
         if plan.delta is None:
             if not record.prompt_ids:
                 limit = record.budgets.max_model_len
-                ids = await encode_prompt(plan.shown, record.tool_schemas, template, limit)
+                ids = await encode_prompt(
+                    plan.shown, record.tool_schemas, template, limit, self.thread
+                )
                 if len(ids) >= limit:
                     raise TooLongError(len(ids), limit, StopReason.MODEL_LENGTH)
                 record.begin(ids)
@@ -515,7 +555,9 @@ class Trajectory:
         calls = tuple(SentCall.of(made) for made in read.message.tool_calls or [])
         unmet = self._find_unmet(call, calls)
         for name in unmet:
-            self.counts[f"ignored_{name}"] += 1
+            metric = f"ignored_{name}"
+            is_new = metric not in self.counts and len(self.counts) >= _MAX_COUNTS
+            self.counts["ignored_other" if is_new else metric] += 1
         self.counts["completions"] += 1
         return ChatReply(
             reply_id=f"{self._request.request_id}-{next(_reply_numbers)}",

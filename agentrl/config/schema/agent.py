@@ -32,11 +32,13 @@ class GatewayConfig(Section):
     max_body_bytes: int = Field(default=32 << 20, ge=1)
     """Most bytes of a call."""
     max_connections: int = Field(default=4096, ge=1)
-    """Most connections of the gateway's process; above it, those that sent nothing are closed."""
+    """Most connections of the gateway's process, and at most half of its open files; above it,
+    those without a request are closed."""
     header_timeout_s: float = Field(default=20.0, gt=0)
     """Seconds until a new connection has sent the headers of its first call."""
     body_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds in which the body of a call must arrive."""
+    """Seconds in which the body of a call must arrive, and in which the client must read the
+    answer."""
     ping_interval_s: float = Field(default=10.0, gt=0)
     """Seconds between the comments that keep a waiting stream alive."""
 

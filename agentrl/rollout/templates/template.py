@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 MAX_CACHED_RUNS = 64
 """Maximum number of text runs in prompts for which tokens are cached."""
+_MAX_CACHED_CHARACTERS = 256 << 10
+"""Tokens of longer text runs are not cached."""
 MAX_CACHED_SHAPES = 1024
 """Maximum number of cached shapes; hostile input could create many."""
 
@@ -193,7 +195,8 @@ class ChatTemplate:
         missing = [text for text in planned.texts if text not in runs]
         if missing:
             runs |= zip(missing, await self.queue.encode(missing), strict=True)
-            self._runs.update((text, runs[text]) for text in missing)
+            short = (text for text in missing if len(text) <= _MAX_CACHED_CHARACTERS)
+            self._runs.update((text, runs[text]) for text in short)
         return planned.encode_media([runs[text] for text in planned.texts])
 
     def write_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> str:

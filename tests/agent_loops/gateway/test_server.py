@@ -178,6 +178,52 @@ async def test_a_connection_without_headers_is_closed() -> None:
         assert (await post(served, BODY))[0] == 200
 
 
+@pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+async def test_connections_without_a_request_are_closed_above_the_limit(first: bytes) -> None:
+    """Those that sent nothing, and those that keep an answered connection open."""
+    limits = GatewaySettings(max_connections=4, header_timeout_s=2)
+    is_asked, may_end = asyncio.Event(), asyncio.Event()
+    sample = ScriptedEngine.generate
+
+    async def wait(*args: Any, **options: Any) -> Any:
+        is_asked.set()
+        await may_end.wait()
+        return await sample(served.engine, *args, **options)
+
+    async with serve(["Hi."], settings=limits) as served:
+        served.engine.generate = wait  # pyright: ignore[reportAttributeAccessIssue]
+        asking = asyncio.create_task(post(served, BODY))
+        await is_asked.wait()
+        host, port = served.gateway.address.removeprefix("http://").split(":")
+        flood = [await asyncio.open_connection(host, int(port)) for _ in range(12)]
+        for _, writer in flood:
+            writer.write(first)
+        ends = [asyncio.ensure_future(reader.read()) for reader, _ in flood]
+        async with asyncio.timeout(30):
+            while sum(end.done() for end in ends) < 9:
+                await asyncio.wait([end for end in ends if not end.done()], timeout=0.1)
+        may_end.set()
+        assert (await asking)[0] == 200
+        for end, (_, writer) in zip(ends, flood, strict=True):
+            writer.close()
+            await asyncio.gather(end, return_exceptions=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_does_not_read_its_answer_is_disconnected_and_counted(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(web.StreamResponse if stream else web.Response, "write_eof", never)
+    async with serve(["Hi."], settings=GatewaySettings(body_timeout_s=0.2)) as served:
+        with pytest.raises(ClientError):
+            await post(served, BODY | {"stream": stream})
+    assert served.request.metrics["gateway/lost_clients"] == 1
+    assert [turn.excluded for turn in served.request.turns] == ["not delivered to the agent"]
+
+
 async def test_a_stream_waits_with_comments() -> None:
     limits = GatewaySettings(ping_interval_s=0.05)
     slow = ScriptedAnswer("Hello.", delay_s=0.2)
