@@ -305,10 +305,6 @@ class ToolResponse(BaseModel):
         """Whether there is nothing to append."""
         return not self.text and not self.media
 
-    def is_text_only(self) -> bool:
-        """Whether there is text and nothing else."""
-        return bool(self.text) and not self.media
-
     @classmethod
     def of(cls, value: Self | str | dict[str, Any] | None) -> "ToolResponse":
         """Convert what users return: a response, a string, or a dict (shown as JSON)."""

@@ -4,6 +4,7 @@ Pure tensor functions. Names and call conventions are those of the field (verl 0
 this package registers the bundled estimators and losses.
 """
 
+import agentrl.algorithms.losses.bypass
 import agentrl.algorithms.verl_variants.losses  # noqa: F401 - registers them
 from agentrl.algorithms.advantages.gdpo import compute_gdpo_outcome_advantage
 from agentrl.algorithms.advantages.group_relative import (
@@ -56,7 +57,6 @@ from agentrl.algorithms.kl import (
     measure_kl,
     penalize_rewards,
 )
-from agentrl.algorithms.losses.bypass import compute_value_loss
 from agentrl.algorithms.losses.registry import (
     LossAndMetrics,
     PolicyLossFn,
@@ -72,6 +72,7 @@ from agentrl.algorithms.losses.registry import (
 )
 from agentrl.algorithms.losses.token_ratio import compute_policy_loss_vanilla
 from agentrl.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from agentrl.algorithms.value_loss import compute_value_loss
 from agentrl.algorithms.verl_variants.advantages import compute_grpo_verl_advantage
 
 __all__ = [

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from agentrl.algorithms.aggregation import LossScale
+from agentrl.algorithms.losses.token_loss import where_trained
 from agentrl.config.schema.training import LossAggMode
 
 
@@ -32,19 +33,22 @@ def compute_value_loss(
     L[t] = max((V[t] - R[t])^2, (clip(V[t], V_old[t] - c, V_old[t] + c) - R[t])^2) / 2. A value that
     has moved toward its return by more than c has no gradient.
 
-    Source: `compute_value_loss` of verl; Schulman et al. 2017, "Proximal policy optimization", as
-    in OpenAI baselines (`cliprange_vf`).
+    Source: Schulman et al. 2016 (arXiv 1506.02438), section 5, for the fit; the clip is that of
+    PPO's first implementation (Engstrom et al. 2020, 2005.12729, section 3).
 
     Args:
         vpreds: `[B, T]`, with gradient.
         returns: `[B, T]`, what the critic learns.
         values: `[B, T]`, of the critic before the update.
         response_mask: `[B, T]`, nonzero at trained tokens.
-        cliprange_value: c.
+        cliprange_value: c, in units of the return.
         loss_agg_mode: How the losses of tokens become one number.
         scale: The denominators of the mini-batch; None: the rows are the whole mini-batch.
     """
     scale = scale or LossScale.of(response_mask)
+    vpreds, returns, values = (
+        where_trained(column, response_mask) for column in (vpreds, returns, values)
+    )
     clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
     free_loss, clipped_loss = (vpreds - returns).square(), (clipped - returns).square()
     losses = torch.maximum(free_loss, clipped_loss)

@@ -1,7 +1,6 @@
 """Handles of a run's processes: what one process uses to call another."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from agentrl.cluster.host import HostInfo
-from agentrl.config.schema.cluster import HostRole, Role
+from agentrl.config.schema.cluster import HostRole
 from agentrl.errors import ClusterError
 
 
@@ -100,7 +99,3 @@ class ClusterHandles:
     """Tools and scorers that ask for resources."""
     call_timeout_s: float = 120.0
     """`cluster.call_timeout_s`."""
-
-    def of_role(self, role: Role) -> Sequence[RemoteHost]:
-        """Return the processes of a role."""
-        return {"train": self.ranks, "rollout": self.workers, "engine": self.servers}[role]

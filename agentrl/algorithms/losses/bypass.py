@@ -1,4 +1,4 @@
-"""The loss of a run with the engine's log-probabilities as `old_log_probs`; the critic's loss.
+"""The loss of a run with the engine's log-probabilities as `old_log_probs`.
 
 Shapes: B sequences, T response positions.
 """
@@ -74,41 +74,3 @@ def compute_policy_loss_bypass_mode(
         scale=scale,
     )  # fmt: skip
     return loss, metrics | reported
-
-
-def compute_value_loss(
-    vpreds: torch.Tensor,
-    returns: torch.Tensor,
-    values: torch.Tensor,
-    response_mask: torch.Tensor,
-    cliprange_value: float,
-    loss_agg_mode: str = "token-mean",
-    *,
-    scale: LossScale | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fit the values to the returns, with a clip of each value's change in one update.
-
-    A token's loss is max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2.
-
-    Source: Schulman et al. 2016 (arXiv 1506.02438), section 5, for the fit; the clip is that of
-    PPO's first implementation (Engstrom et al. 2020, 2005.12729, section 3).
-
-    Args:
-        vpreds: `[B, T]`, current predictions, with gradient.
-        returns: `[B, T]`, the target.
-        values: `[B, T]`, predictions before the update.
-        response_mask: `[B, T]`, nonzero at trained tokens.
-        cliprange_value: c, in units of the return.
-        loss_agg_mode: See `agentrl.algorithms.aggregation`.
-        scale: The mini-batch's denominators; None: these rows are the whole mini-batch.
-
-    Returns:
-        One micro-batch's part of the loss, and of the share of tokens with a clipped value.
-    """
-    mask = response_mask.bool()
-    scale = scale or LossScale.of(mask)
-    vpreds, returns, values = (where_trained(each, mask) for each in (vpreds, returns, values))
-    near = torch.maximum(torch.minimum(vpreds, values + cliprange_value), values - cliprange_value)
-    free, clipped = (vpreds - returns).square(), (near - returns).square()
-    loss = 0.5 * scale.aggregate(torch.maximum(free, clipped), mask, loss_agg_mode)
-    return loss, scale.mean((clipped > free).float(), mask)
