@@ -41,6 +41,11 @@ def reward_model(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     return Mapped(chosen, "as in verl, no scorer counts besides it" if is_alone else "")
 
 
+def of_reward_model(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Take the value as it is; null keeps agentrl's default."""
+    return Mapped() if value is None else Mapped({row.ours[0]: value})
+
+
 def speed_of_reward_model(value: Any, tree: Tree, row: KeyMapping) -> Unsupported:
     """Report a key that changes only speed and memory; its entry's note says what is done here."""
     return Unsupported(row.note)
@@ -63,6 +68,11 @@ def reward_strategy(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
             f"is {value!r}, and FSDP2 alone shards weights here", expected="fsdp or fsdp2"
         )
     return Mapped()
+
+
+def reward_library(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Import a module at the start, as `plugins` does."""
+    return Mapped({row.ours[0]: [value]} if value else {})
 
 
 def reward_type(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
