@@ -1,5 +1,6 @@
 """The formats `sglang:NAME`: any parser of the installed SGLang, with agentrl's rules."""
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
@@ -67,8 +68,16 @@ class _Region:
 
     def count(self, opener: str) -> int:
         """Count an opener outside the arguments of the calls that were read."""
-        quoted = [text for call in self.detection.calls for text in texts_in(call.arguments)]
+        texts = [text for call in self.detection.calls for text in texts_in(call.arguments)]
+        quoted = filter(self._is_quoted, texts)
         return self.text.count(opener) - sum(text.count(opener) for text in quoted)
+
+    def _is_quoted(self, value: str) -> bool:
+        """Whether a value is between quotes, or no part of a call starts or ends in it alone."""
+        forms = json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value)
+        return any(form in self.text for form in forms) or all(
+            value.count(start) == value.count(end) for start, end in self.pairs.items()
+        )
 
 
 class DetectorParser(ToolParser):
@@ -121,12 +130,17 @@ class DetectorParser(ToolParser):
             parts = [self._read_region(text, tools) for text in texts]
             pairs = {start: end for start, end in region.pairs.items() if start not in head}
             if sum(len(part.detection.calls) for part in parts) >= len(region.detection.calls):
-                bodies = [f"{region.main_opener}{body}" for body in bodies]
-                found = [
-                    item
-                    for part, body in zip(parts, bodies, strict=True)
-                    for item in self._found_in(replace(part, text=body, pairs=pairs), tools)
-                ]
+                found: list[Call | Problem] = []
+                unclosed = ""
+                for part, body in zip(parts, bodies, strict=True):
+                    one = replace(part, text=f"{region.main_opener}{body}", pairs=pairs)
+                    # What follows an open call may be the text of its arguments.
+                    unclosed = unclosed or one.unclosed
+                    found += (
+                        [Problem(f"it is not closed by {unclosed}")]
+                        if unclosed
+                        else self._found_in(one, tools)
+                    )
                 return tuple(found) or (_problem(region),)
         return (_problem(region),)
 

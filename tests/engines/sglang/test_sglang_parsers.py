@@ -195,7 +195,8 @@ def test_a_call_in_an_argument_is_never_executed(name: str, quote: str):
     for end in [*range(1, len(text), 7), len(text)]:
         turn = parser.parse(text[:end], tools=tools)
         assert all((c.name, c.arguments) in made for c in turn.calls), (text[:end], turn)
-    assert turn.num_calls
+    # A thought's tag ends a text for SGLang's `pythonic`, which sees no call in the part before it.
+    assert turn.num_calls or (name, quote[0]) == ("pythonic", "<")
 
 
 @pytest.mark.parametrize("name", SGLANG)
