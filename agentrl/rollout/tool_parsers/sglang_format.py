@@ -67,10 +67,12 @@ class _Region:
         return max(self.openers, key=self.count, default="")
 
     def count(self, opener: str) -> int:
-        """Count an opener outside the arguments of the calls that were read."""
+        """Count a start or an end from the first start, outside the arguments that were read."""
         texts = [text for call in self.detection.calls for text in texts_in(call.arguments)]
         quoted = filter(self._is_quoted, texts)
-        return self.text.count(opener) - sum(text.count(opener) for text in quoted)
+        starts = (self.text.find(text) for text in (*self.openers, *self.pairs))
+        first = min((start for start in starts if start >= 0), default=0)
+        return self.text.count(opener, first) - sum(text.count(opener) for text in quoted)
 
     def _is_quoted(self, value: str) -> bool:
         """Whether a value is between quotes, or no part of a call starts or ends in it alone."""
