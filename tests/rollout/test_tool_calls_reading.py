@@ -2,6 +2,7 @@
 
 import pytest
 
+from agentrl.answers import without_thought
 from agentrl.messages import Message
 from agentrl.rollout.records import Turn
 from agentrl.rollout.templates import ChatTemplate
@@ -42,7 +43,7 @@ def read(template: ChatTemplate, text: str, *, tools: bool = False) -> Completed
             "Add.",
         ),
         ("It is 5.<|return|>", "It is 5.", None),
-        (f"{ANALYSIS}Add.", f"{ANALYSIS}Add.", None),
+        (f"{ANALYSIS}Add.", "", "Add."),
     ],
 )
 def test_channels_of_gpt_oss_are_no_content(text: str, content: str, thought: str | None) -> None:
@@ -90,3 +91,29 @@ def test_the_check_finds_nothing_where_the_tokens_are_the_template_s(name: str, 
         mode="strict",
     )
     assert found == []
+
+
+HUMMING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}"
+    "<hm>{{ m.reasoning_content }}</hm>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "opening", "closing"),
+    [
+        (make_template(HUMMING), "<hm>", "</hm>"),
+        (load_template("gptoss"), ANALYSIS, f"<|end|><|start|>assistant{FINAL}"),
+        (make_template(THINKING), "", "</think>"),
+    ],
+    ids=["learned tags", "channels", "opened by the prompt"],
+)
+def test_a_scorer_sees_no_thought_in_the_template_s_own_tags_cut_anywhere(
+    template: ChatTemplate, opening: str, closing: str
+) -> None:
+    text = f"{opening}It may be #### 4.{closing}It is #### 5"
+    for end in range(len(opening), len(text) + 1):
+        said = without_thought(read(template, text[:end]).message.text)
+        answer = text[len(opening) : end].partition(closing)[2]
+        assert said == answer.strip(), text[:end]

@@ -236,7 +236,8 @@ class TurnFrames:
         text = text.removesuffix(self.after)
         # A parser strips what is left after it removed the calls.
         between = self.between.strip() if num_calls else self.between
-        if self.thought_field and text.startswith(self.thought) and between in text:
+        is_thought = between in text or self.thought or starts_in_thought
+        if self.thought_field and text.startswith(self.thought) and is_thought:
             thought, _, answer = text.removeprefix(self.thought).partition(between)
             if num_calls:
                 head, tail = self.between.split(between, 1)
@@ -267,8 +268,11 @@ def find_frames(template: ChatTemplate, parser: ToolParser) -> TurnFrames:
     except TemplateError:
         before = after = ""  # the template opens an older answer without a thought differently
     found = _find_thought(template)
-    tags = dict(structure.thought_tags) | _tags_of(structure, opening, found)
-    name, thought, between = found if _needs_field(template, opening, after, found) else ("",) * 3
+    own = _tags_of(structure, opening, found)
+    tags = dict(structure.thought_tags) | own
+    # Scorers know the usual tags only, so that they need a content without other ones.
+    is_apart = own.keys() - THOUGHTS.keys() or _needs_field(template, opening, after, found)
+    name, thought, between = found if is_apart else ("",) * 3
     return TurnFrames(opening, before, after, name, thought, between, tags, calls)
 
 

@@ -7,6 +7,7 @@ own signs may be left over.
 
 import html
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -14,11 +15,12 @@ from typing import Any, cast
 from agentrl.rollout.tool_parsers.base import Call
 
 _TAG = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]")
+_CLOSING = re.compile(r"</([^<>\s]+)>")
 _JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _FORMAT_WORD = re.compile(
     r"\b(?:name|arguments|parameters|parameter|functions?|type|id|call|tool_calls?|json|string|to"
-    r"|true|false|null|True|False|None|index|commentary|analysis|assistant|constrain|code)\b[._]?"
+    r"|null|None|index|commentary|analysis|assistant|constrain|code)\b[._]?"
 )
 """Words that formats write around names and values."""
 _SIGNS = re.compile(r"[\s{}\[\]\"',:;=()`/|<>\\-]+")
@@ -34,18 +36,25 @@ def find_unread(text: str, calls: Sequence[Call]) -> str:
     leaves = [leaf for call in calls for leaf in _leaves(call.arguments)]
     names = {call.name for call in calls}
     texts = sorted((leaf for leaf in leaves if isinstance(leaf, str)), key=len, reverse=True)
-    left, found_texts = _without_json_texts(text, {*names, *texts}, [c.arguments for c in calls])
-    for value in filter(str.strip, texts):
-        if (found := _written(value, left)) is not None:
-            left = _without_word(left, found)
-        elif value not in found_texts and _written(value, text) is None:
+    left = text
+    for name in names:  # an id with the index of the call
+        left = re.sub(rf"(?<!\w){re.escape(name)}:\d+\b", " ", left)
+    for value in (value for value in texts if '"' in value):
+        left = _without_word(left, _written(value, left))
+    left, found_texts = _without_json_texts(left, {*names, *texts}, [c.arguments for c in calls])
+    for value in (value for value in texts if not _SIGNS.fullmatch(value)):
+        found = _written(value, left)
+        if found is None and value not in found_texts and _written(value, text) is None:
             return f"its argument {value[:40]!r} is not in its text"
+        left = _without_word(left, found)
+    for name in set(_CLOSING.findall(left)):
+        if left.count(f"</{name}>") > left.count(f"<{name}") > 0:
+            return f"it has more {f'</{name}>'!r} than starts of such a part"
     left = _TAG.sub(" ", left)
-    for name in names:
-        left = re.sub(rf"{re.escape(name)}:\d+\b", " ", left)  # an id with the index of the call
-        left = _without_word(left, name)
-    numbers = {float(leaf) for leaf in leaves if isinstance(leaf, int | float)}
-    left = _NUMBER.sub(lambda match: " " if _is_read(match, numbers) else match[0], left)
+    for word in {*names, *(str(leaf) for leaf in leaves if isinstance(leaf, bool))}:
+        left = _without_word(_without_word(left, word), word.lower())
+    numbers = {_to_float(leaf) for leaf in leaves if isinstance(leaf, int | float)}
+    left = _NUMBER.sub(lambda match: " " if float(match[0]) in numbers else match[0], left)
     left = _SIGNS.sub(" ", _FORMAT_WORD.sub(" ", left)).strip()
     return f"a part of its text was not read: {left[:40]!r}" if left else ""
 
@@ -94,12 +103,17 @@ def _written(value: str, text: str) -> str | None:
     return next((form for form in forms if form in text), None)
 
 
-def _without_word(text: str, word: str) -> str:
+def _without_word(text: str, word: str | None) -> str:
     """Remove a text where it is not a part of a word."""
+    if not word:
+        return text
     before = r"(?<!\w)" if word[:1].isalnum() else ""
     after = r"(?!\w)" if word[-1:].isalnum() else ""
     return re.sub(f"{before}{re.escape(word)}{after}", " ", text)
 
 
-def _is_read(match: re.Match[str], numbers: set[float]) -> bool:
-    return float(match[0]) in numbers
+def _to_float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.copysign(math.inf, number)

@@ -19,9 +19,13 @@ from agentrl.rollout.tool_parsers.registry import register_tool_parser
 _FIRST_WINDOW = 1024
 _LONGEST_WORD = 16
 """Characters after an error that the decoder may have read: `-Infinity`, an escape."""
+_MARKS = re.compile(r'\\.|["\[\](){}]', re.DOTALL)
+_AROUND = {"type", "function", "id", "index"}
+_SAME = {"name", "function"}, {"arguments", "parameters"}
+_INSIDE = set[str]().union(*_SAME)
 _BLANK = re.compile(r"\s*")
 _BLANK_OR_SEMICOLON = re.compile(r"[\s;]*")
-_CALL_SHAPED = r'(?=\{\s*"(?:name|type|function|arguments|parameters)"\s*:)'
+CALL_SHAPED = r'(?=\{\s*"(?:name|type|function|arguments|parameters)"\s*:)'
 
 
 @register_tool_parser("hermes")
@@ -52,13 +56,18 @@ class HermesParser(ToolParser):
 class JsonParser(ToolParser):
     """A bare object anywhere in the turn: `{"name": ..., "arguments": {...}}`."""
 
-    opener = _CALL_SHAPED
+    opener = r'(?=\{\s*")'
 
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
-        """Read the object. A broken one takes the rest of the text: its end is unknown."""
+        """Read the object. Nothing inside it is a call, also if it is broken or no call itself.
+
+        A broken call takes the rest of the text: its end is unknown.
+        """
         decoded = decode_json(text, body)
         if decoded.reason is not None:
-            return Piece(len(text), (Problem(decoded.reason),))
+            if re.compile(CALL_SHAPED).match(text, body):
+                return Piece(len(text), (Problem(decoded.reason),))
+            return Piece(find_closing(text, body, _MARKS) or len(text), ())
         found = (call_of(decoded.value),) if _is_call_shaped(decoded.value) else ()
         return Piece(decoded.end, found)
 
@@ -70,7 +79,7 @@ class Llama3JsonParser(ToolParser):
     Several calls are separated by semicolons. Text after the last call is not a part of it.
     """
 
-    opener = rf"<\|python_tag\|>|(?:\A|{AFTER_THOUGHT})\s*{_CALL_SHAPED}"
+    opener = rf"<\|python_tag\|>|(?:\A|{AFTER_THOUGHT})\s*{CALL_SHAPED}"
 
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
         """Read all objects."""
@@ -94,6 +103,7 @@ class Decoded(NamedTuple):
 
     value: Any
     end: int
+    """The index after it, or that of the error; the end of the text if the value goes on there."""
     reason: str | None = None
 
 
@@ -109,7 +119,11 @@ def decode_json(text: str, start: int = 0) -> Decoded:
     except RecursionError:
         return Decoded(None, start, "the JSON is nested too deeply")
     except ValueError as error:
-        return Decoded(None, start, f"it is not valid JSON: {_first_line(error)}")
+        end = start
+        if isinstance(error, json.JSONDecodeError):
+            is_cut = "Unterminated" in error.msg or not text[start + error.pos :].strip()
+            end = len(text) if is_cut else start + error.pos
+        return Decoded(None, end, f"it is not valid JSON: {_first_line(error)}")
     if "\\u" in text[start:end]:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -146,9 +160,17 @@ def call_of(value: Any) -> Call | Problem:
     if not isinstance(value, dict):
         return Problem("it is not a JSON object")
     fields = cast("dict[str, Any]", value)
-    if isinstance(fields.get("function"), dict):
-        return call_of(fields["function"])
+    is_nested = isinstance(fields.get("function"), dict)
+    unread = fields.keys() - _AROUND if is_nested else fields.keys() - _AROUND - _INSIDE
+    twice = next((pair for pair in _SAME if pair <= fields.keys()), ())
     name = fields.get("name", fields.get("function"))
+    if unread or twice:
+        reason = (
+            f"it has the fields {', '.join(sorted(unread or twice))}, which are not those of a call"
+        )
+        return Problem(reason, name if isinstance(name, str) else "")
+    if is_nested:
+        return call_of(fields["function"])
     if not isinstance(name, str) or not name:
         return Problem('it has no "name"')
     arguments: Any = fields.get("arguments", fields.get("parameters", {}))
@@ -213,6 +235,30 @@ def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(
     parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=unique_keys
 )
+
+
+def find_closing(text: str, start: int, marks: re.Pattern[str]) -> int | None:
+    """Find the end of the bracket that opens at `start`; brackets in strings do not count.
+
+    Args:
+        text: A text.
+        start: Index of the bracket.
+        marks: Matches brackets, quotes and escapes.
+    """
+    depth, quote = 0, ""
+    for match in marks.finditer(text, start):
+        mark = match[0]
+        if quote:
+            quote = "" if mark == quote else quote
+        elif mark[0] in "'\"":
+            quote = mark
+        elif mark in "[({":
+            depth += 1
+        elif mark in "])}":
+            depth -= 1
+            if depth == 0:
+                return match.end()
+    return None
 
 
 def _skip(blank: re.Pattern[str], text: str, position: int) -> int:

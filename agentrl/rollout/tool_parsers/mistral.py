@@ -29,7 +29,7 @@ class MistralParser(ToolParser):
         if listed := _LIST.match(text, body):
             decoded = decode_json(text, listed.end())
             if decoded.reason is not None:
-                return _malformed(text, body, decoded.reason, "")
+                return _malformed(text, decoded.end, decoded.reason, "")
             is_list = text[listed.end()] == "["
             items = cast("list[Any]", decoded.value if is_list else [decoded.value])
             found = [_with_id(call_of(item), _field(item, "id")) for item in items]
@@ -39,7 +39,7 @@ class MistralParser(ToolParser):
             return _malformed(text, body, "there is no list of calls and no NAME[ARGS] in it", "")
         decoded = decode_json(text, named.end())
         if decoded.reason is not None:
-            return _malformed(text, body, f"its arguments: {decoded.reason}", named[1])
+            return _malformed(text, decoded.end, f"its arguments: {decoded.reason}", named[1])
         found = _with_id(read_arguments(named[1], decoded.value), named[2])
         return Piece(decoded.end, (found,))
 

@@ -1,5 +1,6 @@
 """Formats of earlier systems, in which a call is a piece of plain text."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from agentrl.rollout.tool_parsers.base import Call, Piece, Problem, ToolParser, 
 from agentrl.rollout.tool_parsers.registry import register_tool_parser
 
 _FENCE = "```"
+_FENCE_LINE = re.compile(rf"\n{_FENCE}(\w*)")
 _EMPTY_QUERY = Problem("the query is empty", "search")
 
 
@@ -82,13 +84,14 @@ class PythonBlockParser(ToolParser):
 
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
         """Read up to the fence that closes the block, at the start of a line."""
-        close = text.find(f"\n{_FENCE}", body - 1)
-        if close < 0:
+        close = _FENCE_LINE.search(text, body - 1)
+        if close is None or close[1]:  # the next block starts
             tool = self._target.find(tools)
             name = tool.name if tool else self._target.names[0]
-            return Piece(len(text), (Problem(f"the code is not closed by {_FENCE}", name),))
-        code = text[body : max(close, body)]
-        return Piece(close + 1 + len(_FENCE), (self._target.call(code, tools),))
+            end = close.start() + 1 if close else len(text)
+            return Piece(end, (Problem(f"the code is not closed by {_FENCE}", name),))
+        code = text[body : max(close.start(), body)]
+        return Piece(close.end(), (self._target.call(code, tools),))
 
 
 @register_tool_parser("search_r1")
@@ -116,6 +119,9 @@ class SearchR1Parser(ToolParser):
             return Piece(len(text), (problem,))
         query = text[body:close].strip()
         found = self._target.call(query, tools) if query else _EMPTY_QUERY
+        if self.opener in query:
+            reason = f"the query is not closed by {self._closer} before the next one"
+            found = Problem(reason, found.name)
         return Piece(close + len(self._closer), (found,))
 
     def render_result(self, text: str) -> str:

@@ -14,7 +14,7 @@ from agentrl.rollout.tool_parsers.base import (
     ToolParser,
     Tools,
 )
-from agentrl.rollout.tool_parsers.json_calls import unique_keys
+from agentrl.rollout.tool_parsers.json_calls import find_closing, unique_keys
 from agentrl.rollout.tool_parsers.registry import register_tool_parser
 
 _QUOTE_OR_BRACKET = re.compile(r"""\\.|'''|\"\"\"|['"\[\](){}]""", re.DOTALL)
@@ -33,7 +33,7 @@ class PythonicParser(ToolParser):
 
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
         """Read the list up to its closing bracket."""
-        end = _closing(text, body)
+        end = find_closing(text, body, _QUOTE_OR_BRACKET)
         if end is None:
             return Piece(len(text), (Problem("the list of calls is not closed by ]"),))
         try:
@@ -84,21 +84,3 @@ def _literal(node: ast.expr) -> Any:
 class _JsonNames(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
-
-
-def _closing(text: str, start: int) -> int | None:
-    """Find the end of the bracket that opens at `start`; brackets in strings do not count."""
-    depth, quote = 0, ""
-    for match in _QUOTE_OR_BRACKET.finditer(text, start):
-        mark = match[0]
-        if quote:
-            quote = "" if mark == quote else quote
-        elif mark in ("'", '"', "'''", '"""'):
-            quote = mark
-        elif mark in "[({":
-            depth += 1
-        elif mark in "])}":
-            depth -= 1
-            if depth == 0:
-                return match.end()
-    return None

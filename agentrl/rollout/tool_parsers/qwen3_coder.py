@@ -11,7 +11,7 @@ from agentrl.rollout.tool_parsers.registry import register_tool_parser
 
 _NAME = re.compile(r"\s*<function=([^>\s]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?")
-_VALUE_END = re.compile(r"\n?</parameter>|</tool_call>")
+_TAG = re.compile(r"<(/)?(?:(tool_call)|(function|parameter)(?(1)|=[^>\s]+))>")
 _FUNCTION_END = re.compile(r"\s*</function>")
 _CALL_END = re.compile(r"\s*</tool_call>")
 
@@ -21,39 +21,67 @@ class Qwen3CoderParser(ToolParser):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
     A value is a string if the schema says so. Otherwise it is JSON, or a string if it is not JSON.
+    Tags of the format in a value are a part of it if each of them is closed in it.
     """
 
     opener = r"<tool_call>|(?=<function=)"
 
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
-        """Read one function; the tag around it may be missing."""
-        head = _NAME.match(text, body)
-        if head is None:
-            return _malformed(text, body, "there is no <function=NAME> in it", "")
-        name, position = head[1], head.end()
-        types = next((property_types(t.function.parameters) for t in tools if t.name == name), {})
-        names = "|".join(map(re.escape, [*types, name]))
-        unclosed = re.compile(rf"<(?:parameter|function)=(?:{names})>")
-        arguments: dict[str, Any] = {}
-        while parameter := _PARAMETER.match(text, position):
-            key, end = parameter[1], _VALUE_END.search(text, parameter.end())
-            # Stop at the call's end: otherwise many unclosed calls take quadratic time.
-            if end is None or end[0] == "</tool_call>":
-                reason = f"the parameter {key} is not closed by </parameter>"
-                return _malformed(text, body, reason, name)
-            if key in arguments:
-                return _malformed(text, body, f"the parameter {key} is there twice", name)
-            raw = text[parameter.end() : end.start()]
-            if unclosed.search(raw):
-                reason = f"the parameter {key} is not closed by </parameter> before the next one"
-                return _malformed(text, body, reason, name)
-            arguments[key] = typed(raw, types.get(key, frozenset()))
-            position = end.end()
-        closed = _FUNCTION_END.match(text, position)
-        if closed is None:
-            return _malformed(text, body, "the function is not closed by </function>", name)
-        outer = _CALL_END.match(text, closed.end()) if body > start else None
-        return Piece((outer or closed).end(), (Call(name, arguments),))
+        """Read the functions in a tag, or one function; the tag around it may be missing."""
+        found: list[Call | Problem] = []
+        position = body
+        while not found or _NAME.match(text, position):
+            one, position = _read_function(text, position, tools)
+            found.append(one)
+            if body == start or isinstance(one, Problem):
+                break
+        if isinstance(one := found[-1], Call) and body > start:
+            end = _CALL_END.match(text, position)
+            position = end.end() if end else position
+            one = one if end else Problem("it is not closed by </tool_call>", one.name)
+        if isinstance(one, Call):
+            return Piece(position, tuple(found))
+        close = text.find("</tool_call>", position)
+        position = len(text) if close < 0 else close + len("</tool_call>")
+        named = (item.name for item in found)
+        return Piece(position, tuple(Problem(one.reason, name) for name in named))
+
+
+def _read_function(text: str, position: int, tools: Tools) -> tuple[Call | Problem, int]:
+    """Return a function and the index after it, or what is wrong and the index of it."""
+    head = _NAME.match(text, position)
+    if head is None:
+        return Problem("there is no <function=NAME> in it"), position
+    name, position = head[1], head.end()
+    types = next((property_types(t.function.parameters) for t in tools if t.name == name), {})
+    arguments: dict[str, Any] = {}
+    while parameter := _PARAMETER.match(text, position):
+        key, (end, is_closed) = parameter[1], _value_end(text, parameter.end())
+        if not is_closed:
+            return Problem(f"the parameter {key} is not closed by </parameter>", name), end
+        if key in arguments:
+            return Problem(f"the parameter {key} is there twice", name), end
+        raw = text[parameter.end() : end].removesuffix("\n")
+        arguments[key] = typed(raw, types.get(key, frozenset()))
+        position = end + len("</parameter>")
+    closed = _FUNCTION_END.match(text, position)
+    if closed is None:
+        return Problem("the function is not closed by </function>", name), position
+    return Call(name, arguments), closed.end()
+
+
+def _value_end(text: str, position: int) -> tuple[int, bool]:
+    """Return the index of the tag that ends a value, and whether it is the right one."""
+    opened: list[str] = []
+    for tag in _TAG.finditer(text, position):
+        kind = tag[2] or tag[3]
+        if not tag[1]:
+            opened.append(kind)
+        elif opened and opened[-1] == kind:
+            opened.pop()
+        else:
+            return tag.start(), kind == "parameter" and not opened
+    return len(text), False
 
 
 def typed(raw: str, types: Collection[str]) -> Any:
@@ -90,9 +118,3 @@ def _fits(value: Any, types: set[str]) -> bool:
     """Whether a decoded value has one of the types; JSON's `true` is not a number."""
     wanted = types & {"boolean"} if isinstance(value, bool) else types
     return any(isinstance(value, _PYTHON_TYPES[name]) for name in wanted if name in _PYTHON_TYPES)
-
-
-def _malformed(text: str, body: int, reason: str, name: str) -> Piece:
-    close = text.find("</tool_call>", body)
-    end = len(text) if close < 0 else close + len("</tool_call>")
-    return Piece(end, (Problem(reason, name),))

@@ -1,6 +1,8 @@
 """The formats `sglang:NAME`: any parser of the installed SGLang, with agentrl's rules."""
 
+import json
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,7 +21,7 @@ from agentrl.rollout.argument_schemas import property_types
 from agentrl.rollout.tool_parsers.accounting import find_unread
 from agentrl.rollout.tool_parsers.base import CALL_ID, Call, Piece, Problem, ToolParser, Tools
 from agentrl.rollout.tool_parsers.harmony import HarmonyParser
-from agentrl.rollout.tool_parsers.json_calls import read_arguments
+from agentrl.rollout.tool_parsers.json_calls import CALL_SHAPED, read_arguments
 from agentrl.rollout.tool_parsers.registry import register_tool_parser_family
 
 MAX_CUTS = 8
@@ -27,6 +29,7 @@ MAX_CUTS = 8
 arguments."""
 MAX_PARTS = 64
 """Maximum calls of a region that are read one by one if one of them is broken."""
+_CALL_LIKE = re.compile(rf"{CALL_SHAPED}|\[\s*[A-Za-z_][\w.]*\(")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,8 @@ class _Region:
 
     @property
     def unclosed(self) -> str:
-        """The end of a part that is not closed; empty if there is none."""
-        ends = (end for start, end in self.pairs.items() if self.count(start) > self.count(end))
+        """The end of a part of which starts and ends do not match; empty if there is none."""
+        ends = (end for start, end in self.pairs.items() if self.count(start) != self.count(end))
         return next(ends, "")
 
     @property
@@ -66,9 +69,19 @@ class _Region:
         return max(self.openers, key=self.count, default="")
 
     def count(self, opener: str) -> int:
-        """Count an opener outside the arguments of the calls that were read."""
-        quoted = [text for call in self.detection.calls for text in texts_in(call.arguments)]
-        return self.text.count(opener) - sum(text.count(opener) for text in quoted)
+        """Count a start or an end from the first start, outside the arguments that were read."""
+        texts = [text for call in self.detection.calls for text in texts_in(call.arguments)]
+        quoted = filter(self._is_quoted, texts)
+        starts = (self.text.find(text) for text in (*self.openers, *self.pairs))
+        first = min((start for start in starts if start >= 0), default=0)
+        return self.text.count(opener, first) - sum(text.count(opener) for text in quoted)
+
+    def _is_quoted(self, value: str) -> bool:
+        """Whether a value is between quotes, or no part of a call starts or ends in it alone."""
+        forms = json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value)
+        return any(form in self.text for form in forms) or all(
+            value.count(start) == value.count(end) for start, end in self.pairs.items()
+        )
 
 
 class DetectorParser(ToolParser):
@@ -99,17 +112,17 @@ class DetectorParser(ToolParser):
         """Read up to the next thought that is not text in a call's arguments."""
         if not tools:
             return Piece(len(text), ())
-        first, *others = _ends(text, start, self.thought_tags)
-        region = nearest = self._read_region(text[start:first], tools)
-        while region.num_lost and others:
-            region = self._read_region(text[start : others.pop(0)], tools)
-        region = nearest if region.num_lost else region
-        end = start + len(region.text)
-        if region.num_lost:
-            return Piece(end, self._read_one_by_one(region, tools), is_located=False)
-        return Piece(
-            end, _found_in(region, text[start:end]), rest=region.detection.rest, is_located=False
-        )
+        nearest = None
+        for end in _ends(text, start, self.thought_tags):
+            region = self._read_region(text[start:end], tools)
+            found = self._found_in(region, tools)
+            if not region.num_lost and all(isinstance(item, Call) for item in found):
+                return Piece(end, found, rest=region.detection.rest, is_located=False)
+            nearest = nearest or (region, found)
+        assert nearest is not None  # a text has an end
+        region, found = nearest
+        found = self._read_one_by_one(region, tools) if region.num_lost else found
+        return Piece(start + len(region.text), found, is_located=False)
 
     def _read_region(self, text: str, tools: Tools) -> _Region:
         detection = self._detector.detect(text.lstrip(), [_with_types(tool) for tool in tools])
@@ -121,15 +134,55 @@ class DetectorParser(ToolParser):
         if len(bodies) <= MAX_PARTS:
             texts = [f"{head}{region.main_opener}{body}" for body in bodies]
             parts = [self._read_region(text, tools) for text in texts]
+            pairs = {start: end for start, end in region.pairs.items() if start not in head}
             if sum(len(part.detection.calls) for part in parts) >= len(region.detection.calls):
-                bodies = [f"{region.main_opener}{body}" for body in bodies]
-                found = [
-                    item
-                    for part, body in zip(parts, bodies, strict=True)
-                    for item in _found_in(replace(part, text=body), body)
-                ]
+                found: list[Call | Problem] = []
+                unclosed = ""
+                for part, body in zip(parts, bodies, strict=True):
+                    one = replace(part, text=f"{region.main_opener}{body}", pairs=pairs)
+                    # What follows an open call may be the text of its arguments.
+                    unclosed = unclosed or one.unclosed
+                    found += (
+                        [Problem(f"it is not closed by {unclosed}")]
+                        if unclosed
+                        else self._found_in(one, tools)
+                    )
                 return tuple(found) or (_problem(region),)
         return (_problem(region),)
+
+    def _found_in(self, region: _Region, tools: Tools) -> tuple[Call | Problem, ...]:
+        """Return the calls of a region that account for its text; else the problem."""
+        calls = region.detection.calls
+        if region.num_begun == 0:
+            calls = tuple(call for call in calls if call.name)
+        if region.num_lost and (not calls or region.unclosed):
+            return (_problem(region),)
+        found = tuple(map(_call_of, calls))
+        if not found or not all(isinstance(item, Call) for item in found):
+            return found
+        reads = cast("tuple[Call, ...]", found)
+        text = _texts_of_calls(region)
+        reason = find_unread(text, reads)
+        if reason and not region.pairs:
+            reason = find_unread(self._without_prose(text, region, tools), reads)
+        return tuple(Problem(reason, call.name, call.id) for call in reads) if reason else found
+
+    def _without_prose(self, text: str, region: _Region, tools: Tools) -> str:
+        """Return the shortest part of a text, between brackets, that is read as the same calls.
+
+        What is around it is prose, unless it looks like a call.
+        """
+
+        def is_enough(part: str) -> bool:
+            return self._read_region(part, tools).detection.calls == region.detection.calls
+
+        ends = [match.end() for match in re.finditer(r"[\])}]", text)]
+        end = bisect_left(ends, True, key=lambda end: is_enough(text[:end]))
+        part = text[: ends[end]] if end < len(ends) else text
+        starts = [match.start() for match in re.finditer(r"[\[{]", part)][::-1]
+        start = bisect_left(starts, True, key=lambda start: is_enough(part[start:]))
+        inner = part[starts[start] :] if start < len(starts) else part
+        return text if _CALL_LIKE.search(text.replace(inner, "", 1)) else inner
 
 
 @register_tool_parser_family("sglang:")
@@ -176,21 +229,6 @@ def _ends(text: str, start: int, tags: Iterable[str]) -> list[int]:
     return ends if len(ends) > MAX_CUTS else [*ends, len(text)]
 
 
-def _found_in(region: _Region, text: str) -> tuple[Call | Problem, ...]:
-    """Return the calls of a region that account for its text; else the problem."""
-    calls = region.detection.calls
-    if region.num_begun == 0:
-        calls = tuple(call for call in calls if call.name)
-    if region.num_lost and (not calls or region.unclosed):
-        return (_problem(region),)
-    found = tuple(map(_call_of, calls))
-    if not found or not all(isinstance(item, Call) for item in found):
-        return found
-    reads = cast("tuple[Call, ...]", found)
-    reason = find_unread(_texts_of_calls(text, region), reads)
-    return tuple(Problem(reason, call.name, call.id) for call in reads) if reason else found
-
-
 def _call_of(detected: DetectedCall) -> Call | Problem:
     if not detected.name:
         return Problem("it has no name")
@@ -202,12 +240,12 @@ def _problem(region: _Region) -> Problem:
     return Problem(unclosed or region.detection.complaint or "it cannot be read as a call")
 
 
-def _texts_of_calls(text: str, region: _Region) -> str:
-    """Return a text without what is before, between and after its calls."""
+def _texts_of_calls(region: _Region) -> str:
+    """Return a region's text without what is before, between and after its calls."""
     opener, endings = region.main_opener, tuple(region.pairs.values())
-    if not opener:
-        return text
-    _, *bodies = text.split(opener)
+    if region.num_begun == 0:
+        return region.text
+    _, *bodies = region.text.split(opener)
     ends = [
         max((b.rfind(end) + len(end) for end in endings if end in b), default=0) for b in bodies
     ]

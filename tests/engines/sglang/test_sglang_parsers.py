@@ -9,6 +9,7 @@ import pytest
 from agentrl.engines.sglang.parsers import SGLangDetector, sglang_parser_names
 from agentrl.errors import ConfigError
 from agentrl.rollout.tool_parsers import ParsedTurn, get_tool_parser
+from tests.fakes.call_formats import SGLANG
 from tests.fakes.tools import schema
 
 pytestmark = pytest.mark.sglang
@@ -178,6 +179,36 @@ TEXTS = ["ls -la, then pwd", "grep -r '</arg_value>' .", "rm -r build"]
 def test_an_argument_of_which_a_part_is_lost_is_not_executed(name: str):
     turn = parse(f"sglang:{name}", SHORTENED[name])
     assert all(call.arguments["text"] in TEXTS[:2] for call in turn.calls)
+
+
+WIPE = ("wipe", {"path": "/home"})
+
+
+@pytest.mark.parametrize("name", SGLANG)
+@pytest.mark.parametrize("quote", ["no: {} ok", "<think>{}</think>", "{}"])
+def test_a_call_in_an_argument_is_never_executed(name: str, quote: str):
+    """It is text of the argument, or the call is malformed; the same wherever the turn is cut."""
+    write, parser = SGLANG[name], get_tool_parser(f"sglang:{name}")
+    tools = [*TOOLS, schema("wipe", path={"type": "string"})]
+    made = [("say", {"text": quote.replace("{}", write([WIPE]))}), ADD]
+    text = write(made)
+    for end in [*range(1, len(text), 7), len(text)]:
+        turn = parser.parse(text[:end], tools=tools)
+        assert all((c.name, c.arguments) in made for c in turn.calls), (text[:end], turn)
+    # A thought's tag ends a text for SGLang's `pythonic`, which sees no call in the part before it.
+    assert turn.num_calls or (name, quote[0]) == ("pythonic", "<")
+
+
+@pytest.mark.parametrize("name", SGLANG)
+@pytest.mark.parametrize("prose", ["See [1] and {x}.", "\n\nThe function's name is (f)."])
+def test_prose_next_to_a_call_is_no_part_of_it(name: str, prose: str):
+    assert calls(parse(f"sglang:{name}", f"Well: {SGLANG[name]([ADD])} {prose}")) == [ADD]
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral"])
+def test_a_call_that_is_left_out_after_others_is_not_prose(name: str):
+    text = SGLANG[name]([ADD]) + ', {"name": "say", "parameters": {"text": oops}}'
+    assert parse(f"sglang:{name}", text).malformed
 
 
 def test_a_text_behind_a_reference_stays_a_text():
