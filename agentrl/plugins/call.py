@@ -348,7 +348,8 @@ class _Alarm:
             self.set_up_clock.cancel()
         if limit_s is not None and self.num_stops == 1:
             late = CallTimeoutError(f"the set-up did not end within {limit_s:g} s")
-            self.set_up_clock = loop.call_later(limit_s, _settle, self.ended, _Attempt(error=late))
+            ended = _Attempt[Any](error=late)
+            self.set_up_clock = loop.call_later(limit_s, _settle, self.ended, ended)
 
     def ring(self) -> None:
         """End the call; if the loop was blocked, postpone the end once by that time."""

@@ -67,16 +67,20 @@ _PATH = 200
 """Characters of a path in an error."""
 
 
+Part = Literal["body", "tools", "arguments"]
+"""A part of a body, by which its limits differ."""
+
+
 class Inside(NamedTuple):
     """What a value of a body is a part of."""
 
-    part: Literal["body", "tools", "arguments"]
+    part: Part
     """In arguments the policy chose the names of fields, so they have no limits of their own."""
     depth: int
 
 
 OUTSIDE = Inside("body", 0)
-_PARTS: Mapping[tuple[str, type], Literal["tools", "arguments"]] = {
+_PARTS: Mapping[tuple[str, type], Part] = {
     ("tools", list): "tools",
     ("input", dict): "arguments",
 }

@@ -4,7 +4,7 @@ import logging
 import re
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -97,15 +97,15 @@ class Section(BaseModel):
     @classmethod
     def _refuse_words(cls, given: object, info: ValidationInfo) -> object:
         """Refuse `on`, which YAML reads as a truth value, as a number; pydantic reads it as 1."""
-        values = given if isinstance(given, list | tuple) else [given]
+        values = cast("list[object]", given) if isinstance(given, list | tuple) else [given]
         kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
         is_number = bool(kinds & {int, float}) and not kinds & {bool, Any, object}
         if is_number and any(value is True or value is False for value in values):
             raise ValueError("YAML reads yes, no, on, off, true and false as truth values")
-        return given
+        return cast("object", given)
 
 
 @cache
 def _kinds(annotation: Any) -> set[Any]:
     inner = get_args(annotation)
-    return set().union(*map(_kinds, inner)) if inner else {annotation}
+    return set[Any]().union(*map(_kinds, inner)) if inner else {annotation}
