@@ -125,7 +125,8 @@ def _old_rope(
     }
     new = {key: value for key, value in new.items() if value is not None}
     new["rope_scaling"] = scaling if has_scaling else None
-    others = {key: value for key, value in saved.items() if key != "rope_parameters"}
+    others = {key: value for key, value in config.to_dict().items() if key in saved}
+    others.pop("rope_parameters", None)
     for old in ({key: base[key] for key in new if key in base}, new):
         try:
             with warnings.catch_warnings(action="ignore"):

@@ -96,7 +96,7 @@ async def addresses(servers: RayServers) -> list[str | None]:
     return [report.address for report in await servers.look_up()]
 
 
-async def wait_until_ready(servers: RayServers, *, seconds: float = 60.0) -> list[str]:
+async def wait_until_ready(servers: RayServers, *, seconds: float = 300.0) -> list[str]:
     deadline = time.monotonic() + seconds
     while None in (found := await addresses(servers)):
         assert time.monotonic() < deadline, await servers.look_up()
@@ -119,7 +119,7 @@ async def test_a_killed_server_and_a_killed_actor_are_replaced_with_the_weights(
 ):
     servers = make_servers(1)
     client = clients(servers)
-    main, worker = client(repairs=True, start_timeout_s=60.0), client(start_timeout_s=60.0)
+    main, worker = client(repairs=True, start_timeout_s=300.0), client(start_timeout_s=300.0)
     servers.start(NEEDS)
     await main.update_weights(WEIGHTS, version=4)
     [address] = await wait_until_ready(servers)

@@ -45,7 +45,8 @@ def steps_of(page: str) -> list[tuple[str, list[str]]]:
 
 
 def shape(text: str) -> str:
-    """A text without figures, blanks and the frames of tables: these differ from run to run."""
+    """A text without figures, durations, blanks and frames: these differ from run to run."""
+    text = re.sub(r"\b\d+(\.\d+)? ?(ms|s|min|h)\b", "", text)
     return re.sub(r"[\s\W\d]|e-\d+", "", text)
 
 
