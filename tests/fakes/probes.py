@@ -19,7 +19,7 @@ from agentrl.agent_loops.agent_program import AgentProgram
 from agentrl.agent_loops.agent_record import AgentRecord
 from agentrl.agent_loops.gateway import Gateway
 from agentrl.config.schema.agent import AgentConfig
-from agentrl.config.schema.sandbox import SandboxConfig, SandboxProviderName
+from agentrl.config.schema.sandbox import AgentSandboxConfig, SandboxConfig, SandboxProviderName
 from agentrl.sandbox import Execution, ExecutionEnd, make_sandbox
 
 MIB = 1024**2
@@ -590,11 +590,11 @@ async def _agent(limits: SandboxConfig) -> AsyncIterator[Run]:
         script = Path(folder) / "agent.py"
         script.write_text(AGENT, encoding="utf-8")
         script.chmod(0o666)
-        defaults = {"timeout_s": SandboxConfig().timeout_s}
+        given = limits.model_dump(exclude={"timeout_s"})
         if limits.provider == "subprocess":  # which refuses a limit that it cannot keep
-            defaults["max_processes"] = SandboxConfig().max_processes
-        limits = limits.model_copy(update=defaults)
-        config = AgentConfig(command=["python", str(script)], sandbox=limits)
+            del given["max_processes"]
+        sandbox = AgentSandboxConfig(**given)
+        config = AgentConfig(command=["python", str(script)], sandbox=sandbox)
         async with Gateway() as gateway:
             agent = AgentProgram(config, [*(config.command or ())], gateway, prints_reward=False)
 

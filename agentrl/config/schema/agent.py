@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from agentrl.config.schema.sandbox import SandboxConfig
+from agentrl.config.schema.sandbox import AgentSandboxConfig
 from agentrl.config.schema.section import Section, UserPath
 
 TOOL_AGENT = "tool_agent"
@@ -84,7 +84,7 @@ class AgentConfig(Section):
     fault, not the policy; the request is not trained (see `rollout.failure`). score: what was
     sampled is scored and trained as if the agent had ended by itself, if it has called the policy.
     """
-    sandbox: SandboxConfig | None = None
+    sandbox: AgentSandboxConfig | None = None
     """Limits of the agent's process; null: of its output alone. The provider `bubblewrap` isolates
     a `command` and keeps every limit: it reads its own files, and reaches the gateway alone.
     `subprocess` with `trusted: true` sets limits and isolates nothing."""
@@ -112,7 +112,7 @@ class AgentConfig(Section):
                 "`sandbox.provider` is subprocess, which isolates nothing: add `trusted: true` if "
                 "you trust the agent and what the policy lets it do, or write bubblewrap"
             )
-        if self.sandbox is not None and self.sandbox.timeout_s != SandboxConfig().timeout_s:
+        if self.sandbox is not None and self.sandbox.timeout_s != AgentSandboxConfig().timeout_s:
             raise ValueError(
                 "`sandbox.timeout_s` is set, and an agent's time is `rollout.agent.timeout_s`"
             )

@@ -81,3 +81,21 @@ class SandboxConfig(Section):
         for name in _LIMITS_NOT_KEPT.get(self.provider, ()):
             unread[name] = f"provider is {self.provider}, which cannot keep this limit"
         return {name: why for name, why in unread.items() if name in self.model_fields_set}
+
+
+class AgentSandboxConfig(SandboxConfig):
+    """The sandbox of an external agent, which is a larger program than the code of a tool."""
+
+    provider: SandboxProviderName = "bubblewrap"
+    """bubblewrap, or subprocess with `trusted: true`."""
+    cpu_s: float = Field(default=3600.0, gt=0)
+    """CPU seconds of one process."""
+    memory_bytes: int = Field(default=4 * 1024**3, ge=16 * 1024**2)
+    """Bytes of address space of each process, and of memory of all processes of one agent. Some
+    runtimes reserve much more than they use."""
+    max_processes: int = Field(default=64, ge=1)
+    """Processes and threads at once (not `subprocess`)."""
+    max_open_files: int = Field(default=256, ge=16)
+    """File descriptors of one process."""
+    disk_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
+    """Size of the private temporary folder, in bytes (`subprocess`: of one file)."""
