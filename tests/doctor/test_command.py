@@ -305,7 +305,7 @@ def coding(script: dict[str, Any], tmp_path: Path) -> Path:
 def no_sandbox_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sandbox provider works on this machine."""
     for module in ("agentrl.sandbox.factory", "agentrl.doctor.inputs"):
-        monkeypatch.setattr(f"{module}.unavailable_reason", lambda provider: "it is not installed")
+        monkeypatch.setattr(f"{module}.unavailable_reason", lambda *_, **__: "it is not installed")
 
 
 def test_the_sandbox_has_a_row(coding: Path):

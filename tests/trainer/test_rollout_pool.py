@@ -347,11 +347,13 @@ async def test_requests_of_a_rank_that_is_gone_are_aborted_and_released(
     [link] = pool._links  # pyright: ignore[reportPrivateUsage]
     hanging = setup.pool_manager(pool, talking(2, delay_s=60.0))
     rollout = asyncio.create_task(hanging.rollout(requests_of(hanging)))
-    await until(lambda: connections[0].worker._sessions)  # pyright: ignore[reportPrivateUsage]
+    await until(lambda: any(tool.lives for tool in setup.tools) and link._receiver)  # pyright: ignore
     assert link._receiver is not None  # pyright: ignore[reportPrivateUsage]
     link._receiver.cancel()  # pyright: ignore[reportPrivateUsage]
     await until(lambda: not connections[0].worker._sessions)  # pyright: ignore
-    check_life(setup.tools[0].lives, "create", "release")  # pyright: ignore
+    lives = setup.tools[0].lives  # pyright: ignore
+    await until(lambda: all(life[-1] == "release" for life in lives.values()))
+    check_life(lives, "create", "release")
     rollout.cancel()
     await asyncio.wait([rollout])
 

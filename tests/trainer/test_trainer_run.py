@@ -368,6 +368,9 @@ class Flaky(BaseTool):
         if "train-" in instance_id and instance_id.endswith("-0"):
             raise OSError("the database is down")
         return instance_id
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return "up"
 """
 
 

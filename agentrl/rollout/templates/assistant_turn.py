@@ -238,16 +238,15 @@ class TurnFrames:
         between = self.between.strip() if num_calls else self.between
         is_thought = between in text or self.thought or starts_in_thought
         if self.thought_field and text.startswith(self.thought) and is_thought:
+            # A turn that only calls after its thought has no answer, whose frame `between` opens.
+            closing = self.thoughts.get(self.thought.strip())
+            if num_calls and closing and between not in text and text.endswith(closing):
+                return Framed("", {self.thought_field: text[len(self.thought) : -len(closing)]})
             thought, _, answer = text.removeprefix(self.thought).partition(between)
             if num_calls:
                 head, tail = self.between.split(between, 1)
                 thought, answer = thought.removesuffix(head), answer.removeprefix(tail)
             return Framed(answer, {self.thought_field: thought})
-        closing = self.thoughts.get(self.thought.strip())
-        if self.thought_field and num_calls and closing and text.count(closing) == 1:
-            thought = text.removeprefix(self.thought).removesuffix(closing)
-            if len(text) == len(self.thought + thought + closing):
-                return Framed("", {self.thought_field: thought})
         if self.before:
             text = text.removeprefix(self.before)
         return Framed(self.opening + text if text and starts_in_thought else text, {})

@@ -99,9 +99,6 @@ KEEPS = {
         "{{ parts[-1].lstrip('\n') }}" + CALLS + "<|im_end|>\n",
         "prompt": OPENED,
     },
-    "token_before_a_call": {
-        "turn": TURN.replace("<tool_call>", "<|fim_suffix|>").replace("</tool_call>", "")
-    },
 }
 
 
@@ -128,6 +125,15 @@ def test_what_is_kept_by_choice_is_reported(name: str) -> None:
         for story in STORIES.values()
     ]
     assert set(kept) <= HONEST | {Verdict.REPORTED}, kept
+
+
+def test_a_template_that_writes_calls_in_another_format_than_the_chosen_one_is_refused() -> None:
+    calls = TURN.replace("<tool_call>", "<|fim_suffix|>").replace("</tool_call>", "")
+    template, report = probe(write_template(turn=calls))
+    for story in STORIES.values():
+        found = play(template, report, story)
+        is_refused = "does not read the tool calls" in found.why
+        assert is_refused or found.verdict is Verdict.EXACT or found.kinds == WHITESPACE
 
 
 @pytest.mark.parametrize("name", KEEPS)
