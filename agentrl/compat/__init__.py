@@ -45,12 +45,7 @@ class _VerlFinder(MetaPathFinder):
         """
         if fullname.partition(".")[0] != _THEIRS or self._is_real(fullname):
             return None
-        if find_spec(_OURS + fullname) is None:
-            raise ModuleNotFoundError(
-                f"No module named {fullname!r}: agentrl's stand-in for verl has no such module "
-                "(docs/from_verl.md lists those that it has)",
-                name=fullname,
-            )
+        find_spec(_OURS + fullname)  # raises for a module that has no counterpart
         return ModuleSpec(fullname, _AliasLoader(), is_package=True)
 
     def _is_real(self, fullname: str) -> bool:

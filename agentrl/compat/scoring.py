@@ -150,6 +150,12 @@ def score_exact_match(
     return qa.compute_score("searchR1", solution_str, ground_truth, **keys)["score"]
 
 
+def em_check(prediction: str, golden_answers: str | Sequence[str]) -> int:
+    """Return whether an answer equals a golden answer, normalized: 1 or 0."""
+    golden = [golden_answers] if isinstance(golden_answers, str) else golden_answers
+    return int(any(qa.is_same(prediction, one) for one in golden))
+
+
 def score_contained(
     solution_str: str,
     ground_truth: Any,

@@ -127,6 +127,9 @@ MODULES: dict[str, str] = {
     "utils.reward_score.gsm8k": (
         "compat.scoring: compute_score=score_gsm8k extract_solution=extract_number"
     ),
+    "utils.reward_score.math": (
+        "compat.scoring: compute_score=score_math is_equiv last_boxed_only_string remove_boxed"
+    ),
     "utils.reward_score.math_batch": "compat.scoring: compute_score_batched",
     "utils.reward_score.math_dapo": (
         "compat.scoring: compute_score=score_math_dapo last_boxed_only_string remove_boxed; "
@@ -141,10 +144,12 @@ MODULES: dict[str, str] = {
         "compat.scoring: _process_single_case=process_single_case"
     ),
     "utils.reward_score.search_r1_like_qa_em": (
-        "compat.scoring: compute_score=score_exact_match compute_score_subem=score_contained; "
+        "compat.scoring: compute_score=score_exact_match compute_score_subem=score_contained "
+        "em_check; "
         "rewards.qa: extract_solution=find_answer normalize_answer=normalize"
     ),
     "utils.rollout_trace": "compat.tools: rollout_trace_attr; tools.from_verl: rollout_trace_op",
+    "utils.tokenizer": "compat.tools: hf_processor hf_tokenizer",
     "utils.torch_functional": "algorithms.masked: masked_mean masked_sum masked_var masked_whiten",
     "workers.config": "compat.algorithms: ActorConfig",
     "workers.config.actor": "compat.algorithms: ActorConfig",
@@ -153,8 +158,13 @@ MODULES: dict[str, str] = {
     "workers.rollout.replica": "agent_loops: TokenOutput",
     "workers.reward_manager": (
         "compat.reward_managers: AbstractRewardManager get_reward_manager_cls register; rewards: "
-        "BatchRewardManager NaiveRewardManager PrimeRewardManager"
+        "BatchRewardManager DAPORewardManager=NaiveRewardManager NaiveRewardManager "
+        "PrimeRewardManager"
     ),
+    "workers.reward_manager.naive": "rewards: NaiveRewardManager",
+    "workers.reward_manager.dapo": "rewards: DAPORewardManager=NaiveRewardManager",
+    "workers.reward_manager.prime": "rewards: PrimeRewardManager",
+    "workers.reward_manager.batch": "rewards: BatchRewardManager",
     "workers.reward_manager.abstract": "compat.reward_managers: AbstractRewardManager RawRewardFn",
     "workers.reward_manager.registry": (
         "compat.reward_managers: REWARD_MANAGER_REGISTRY get_reward_manager_cls register"
@@ -176,11 +186,22 @@ class _TableFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module of the table, or a package that holds one."""
+        """Find a module of the table, or a package that holds one.
+
+        Raises:
+            ModuleNotFoundError: for a module, or a name of `from module import name`, that is not
+                in the table.
+        """
         name = fullname.removeprefix(_PREFIX)
-        is_known = name in MODULES or any(other.startswith(f"{name}.") for other in MODULES)
-        if name == fullname or not is_known:
+        if name == fullname:
             return None
+        if name not in MODULES and not any(other.startswith(f"{name}.") for other in MODULES):
+            # With the name of the module, `from module import name` would drop this error.
+            raise ModuleNotFoundError(
+                f"verl.{name}: agentrl's stand-in for verl has no such module or name "
+                "(docs/from_verl.md lists those that it has)",
+                name="verl",
+            )
         return ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:

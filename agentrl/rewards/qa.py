@@ -68,7 +68,7 @@ def compute_score(
     answer = find_answer(without_thought(solution_str), require_tags=require_tags)
     if answer is None:
         return {"score": 0.0, "acc": 0.0, "em": 0.0, "f1": 0.0, "answered": 0.0}
-    em = max(float(_is_same(answer, one)) for one in golden)
+    em = max(float(is_same(answer, one)) for one in golden)
     f1 = max(compute_f1(answer, one) for one in golden)
     given = f" {normalize(answer)} "
     contains = any(f" {one} " in given for one in map(normalize, golden) if one)
@@ -101,7 +101,8 @@ def normalize(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", plain).split())
 
 
-def _is_same(answer: str, golden: str) -> bool:
+def is_same(answer: str, golden: str) -> bool:
+    """Return whether two answers are equal, normalized."""
     # Normalizing "The The" leaves nothing, as for an empty answer.
     if normalize(golden):
         return normalize(answer) == normalize(golden)
@@ -118,7 +119,7 @@ def compute_f1(answer: str, golden: str) -> float:
         0.8
     """
     ours, theirs = normalize(answer), normalize(golden)
-    if _is_same(answer, golden):
+    if is_same(answer, golden):
         return 1.0
     if {ours, theirs} & {"yes", "no", "noanswer"}:
         return 0.0
