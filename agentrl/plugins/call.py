@@ -348,7 +348,7 @@ class _Alarm:
             self.set_up_clock.cancel()
         if limit_s is not None and self.num_stops == 1:
             late = CallTimeoutError(f"the set-up did not end within {limit_s:g} s")
-            ended = _Attempt[Any](error=late)
+            ended: _Attempt[Any] = _Attempt(error=late)
             self.set_up_clock = loop.call_later(limit_s, _settle, self.ended, ended)
 
     def ring(self) -> None:
