@@ -328,8 +328,8 @@ async def test_code_that_kills_itself_is_not_said_to_have_used_memory(
 
 
 async def test_code_that_is_killed_for_its_memory_is_told_so_and_only_then(make: MakeSandbox):
-    shell = await make(memory_bytes=160 << 20).open_shell()
-    done = await shell.run(f'exec python3 -c "{BOTH_HOLD}; time.sleep(9)"')
+    shell = await make(memory_bytes=160 << 20, timeout_s=90.0).open_shell()
+    done = await shell.run(f'exec python3 -c "{BOTH_HOLD}; time.sleep(80)"')
     assert done.end is ExecutionEnd.MEMORY, done
     assert done.stderr.endswith("[killed: it used more memory than it may]\n")
     assert (await shell.run("kill -9 $$")).end is ExecutionEnd.KILLED
