@@ -44,7 +44,8 @@ _DECIMAL = (
 # What may not follow a number: more of it, of an expression, of a range, of a list of numbers.
 _END = (
     r"(?![\d\u00b2\u00b3\u00b9\u2070-\u209f]|['\u2019]\d|[^\S\n]*\u221a|[^\S\n]*[<>\u2264\u2265][^\S\n]+[\w(\\-]"
-    r"|[ \t-]*(?:hundred|thousand|[mbtr]+illion|dozen|and[^\S\n]+an?[^\S\n])"
+    r"|[ \t-]*(?:hundred|thousand|[mbtr]+illion|dozen"
+    r"|and[^\S\n]+an?[^\S\n]+(?:half|third|quarter|fourth|fifth|sixth|eighth|tenth)\b)"
     r"|[.,:]\d|[\^_][A-Za-z\d{\\-]|\*{1,2}[-.]?\d|\(\w|[a-fi-kn-rt-zA-KM-Z\u03c0\u00bc-\u00be](?![A-Za-z])"
     r"|(?:pi|sqrt)(?![a-z])|[^\S\n]*\\(?:[dt]?frac|sqrt|pi|times|cdot|div|pm)(?![a-z])"
     r"|[*_`$)\]}%]*+[^\S\n]+\\?\$?\d"

@@ -164,3 +164,8 @@ def test_letters_in_another_order_are_another_text(word: str, random):
 
 
 GSM8K = Path(__file__).parents[1].parent / "shared/data/gsm8k"
+
+
+@pytest.mark.parametrize("rest", ["and a proof follows.", "and an apple."])
+def test_words_after_a_number_do_not_hide_it(rest: str):
+    assert extract_gsm8k_answer(f"The answer is 42 {rest}", "flexible") == "42"

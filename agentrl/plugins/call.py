@@ -178,8 +178,8 @@ def check_takes(
     Raises:
         PluginError: If it does not, with a signature that does.
     """
-    named = accepted_keywords(function, dict.fromkeys(offered))
     try:
+        named = accepted_keywords(function, dict.fromkeys(offered))
         signature = inspect.signature(function)
         (signature.bind_partial if is_partial else signature.bind)(*positional, **named)
     except ValueError:  # written in C: it has no signature

@@ -65,6 +65,8 @@ def check_login(tracker: TrackerName) -> None:
 
 def _logins(service: _Service) -> Iterator[Path]:
     for name, words in service.files.items():
+        if name[0] == "$" and not os.environ.get(name[1:].partition("/")[0]):
+            continue
         place = Path(os.path.expandvars(name)).expanduser()
         for path in filter(Path.is_file, place.parent.glob(place.name)):
             with suppress(OSError):

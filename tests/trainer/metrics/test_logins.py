@@ -72,3 +72,9 @@ def test_the_host_of_a_server_of_ones_own_counts(home: Path, monkeypatch: pytest
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
 def test_a_tracker_that_writes_to_this_machine_needs_none(tracker: str):
     check_login(tracker)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_empty_variable_names_no_file(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NETRC", "")
+    with pytest.raises(ConfigError, match="no login"):
+        check_login("wandb")
