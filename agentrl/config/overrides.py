@@ -1,7 +1,8 @@
 """Overrides of the command line: `key=value`, and Hydra's `+key=value`, `++key=value`, `~key`.
 
 As with Hydra, a mapping is merged into the existing one, key by key; any other value, also a list,
-replaces the existing one (`~key 'key={a: 1}'` does so with a mapping). `key={}` empties a mapping.
+replaces the existing one (`~key 'key={a: 1}'` does so with a mapping). `key={}` empties a mapping,
+and `{}` inside a value changes nothing.
 """
 
 import re
@@ -74,8 +75,11 @@ def _apply(base: DictConfig, override: str, *, as_texts: bool) -> DictConfig:
             OmegaConf.update(base, key, put, merge=False)
         return cast("DictConfig", OmegaConf.merge(base, given))
     except TypeError:
-        message = f"{override!r} sets a part of a list"
-        raise ConfigError(message, key=key, expected="the whole list: section.key=[a, b]") from None
+        message = (
+            f"{override!r} replaces a part of a list, or an inner list or mapping by the other"
+        )
+        expected = "the whole list, section.key=[a, b], or one override for the inner key"
+        raise ConfigError(message, key=key, expected=expected) from None
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         message = f"cannot read the override {override!r}: {reason}"

@@ -185,6 +185,8 @@ def check_takes(
     except ValueError:  # written in C: it has no signature
         return
     except TypeError as error:
+        while isinstance(function, partial):
+            function = function.func
         name = getattr(function, "__qualname__", type(function).__qualname__)
         wanted = ", ".join([*positional, *offered, "**kwargs"])
         bound = "self, " if inspect.ismethod(function) else ""

@@ -132,13 +132,20 @@ def _try_out(spawner: SpawnerClient, limits: SandboxConfig) -> str | None:
     with (
         sockets.guest,
         sockets.control,
-        tempfile.NamedTemporaryFile(dir=_OUTSIDE if os.path.isdir(_OUTSIDE) else None) as secret,
+        tempfile.NamedTemporaryFile(
+            dir=_OUTSIDE if os.access(_OUTSIDE, os.W_OK) else None
+        ) as secret,
         socket.create_server(("127.0.0.1", 0)) as server,
     ):
         for each in sockets:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _TRIAL_S, 0))
         os.chmod(secret.name, 0o666)
-        outside = {"secret": secret.name, "pid": os.getpid(), "port": server.getsockname()[1]}
+        outside = {
+            "secret": secret.name,
+            "pid": os.getpid(),
+            "pid_namespace": os.readlink("/proc/self/ns/pid"),
+            "port": server.getsockname()[1],
+        }
         target = {**limits.model_dump(), **outside}
         source = f"{_ATTACKS.read_text()}\nprint('reached:', find_breaches({target!r}))"
         bounds = {"timeout_s": _TRIAL_S, "max_output_bytes": 4096}

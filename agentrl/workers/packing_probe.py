@@ -17,7 +17,7 @@ from agentrl.workers.packing import PackedBatch, PaddedRows, pack_rows
 
 _PREFIX, _LENGTHS = 12, (15, 18, 5)
 """The first two rows have a common prefix."""
-_RULE = re.compile("window|chunk|original_max")
+_RULE = re.compile("window(?!_layers)|chunk|original_max")
 _LONGEST = 4096
 """Largest length of a rule that is probed."""
 
@@ -34,7 +34,7 @@ def find_probe_length(config: Any) -> int:
         value
         for part in parts
         for key, value in part.items()
-        if isinstance(value, int) and value <= _LONGEST and _RULE.search(str(key))
+        if type(value) is int and value <= _LONGEST and _RULE.search(str(key))
     ]
     longest = read_attribute(config, "max_position_embeddings", _LONGEST)
     return min(2 + max(found, default=0), find_length_border(config) or longest, longest)

@@ -75,7 +75,7 @@ def test_a_list_and_a_mapping_replace_each_other():
 
 @pytest.mark.parametrize("key", ["a.c.x", "a.c.0"])
 def test_a_part_of_a_list_is_not_set(key: str):
-    with pytest.raises(ConfigError, match="part of a list"):
+    with pytest.raises(ConfigError, match="a part of a list"):
         overridden(f"{key}=1")
 
 

@@ -91,3 +91,9 @@ def test_what_cannot_be_called_is_refused(tmp_path: Path, build: Any, code: str,
 )  # fmt: skip
 def test_what_can_be_called_is_built(tmp_path: Path, build: Any, code: str):
     build(tmp_path, code)
+
+
+def test_a_loaded_scorer_is_named_by_its_function(tmp_path: Path):
+    with pytest.raises(AgentRLError) as refused:
+        build_scorer(tmp_path, "def score(completions, **kwargs): return 1\n")
+    assert str(refused.value).startswith("score cannot be called")

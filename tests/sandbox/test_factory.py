@@ -14,6 +14,7 @@ from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import MissingExtraError, SandboxError
 from agentrl.sandbox import make_sandbox, spawner_client
 from agentrl.sandbox.factory import unavailable_reason
+from agentrl.sandbox.inside import attacks
 from agentrl.sandbox.local import LocalSandbox
 from agentrl.sandbox.spawner_client import SPAWNER, AgentAccess
 from agentrl.sandbox.syscall_filter import syscall_filter
@@ -246,3 +247,10 @@ def test_missing_namespaces_and_closed_folders_are_found(tmp_path: Path):
     )
     expected = f"[Errno 1] unshare: Operation not permitted\nNone {tmp_path}\n"
     assert done.stdout == expected, done.stderr
+
+
+def test_a_process_of_the_sandbox_with_the_number_of_the_trainer_is_not_the_trainer():
+    """A trainer that is the first process of a container has the number of the guest."""
+    mine = os.readlink("/proc/self/ns/pid")
+    assert attacks._signals(os.getpid(), mine)  # pyright: ignore[reportPrivateUsage]
+    assert not attacks._signals(os.getpid(), "pid:[1]")  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""The limits of one agent: of each body, the same in all dialects, and of its work on threads.
+"""Limits of each body, the same in all dialects, and of the work of each agent on threads.
 
 A body is checked before a record of it is made. Each limit is far above what coding agents send
 (tens of tools, hundreds of messages, megabytes of tool output). They bound the time and the memory
@@ -100,6 +100,7 @@ class AgentThread:
         """
         async with self._lock:
             running = asyncio.ensure_future(asyncio.to_thread(work))
+            running.add_done_callback(lambda done: done.cancelled() or done.exception())
             await wait_despite_cancellation([running])
             return running.result()
 

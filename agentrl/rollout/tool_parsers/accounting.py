@@ -7,7 +7,6 @@ own signs may be left over.
 
 import html
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -53,8 +52,8 @@ def find_unread(text: str, calls: Sequence[Call]) -> str:
     left = _TAG.sub(" ", left)
     for word in {*names, *(str(leaf) for leaf in leaves if isinstance(leaf, bool))}:
         left = _without_word(_without_word(left, word), word.lower())
-    numbers = {_to_float(leaf) for leaf in leaves if isinstance(leaf, int | float)}
-    left = _NUMBER.sub(lambda match: " " if float(match[0]) in numbers else match[0], left)
+    numbers = [leaf for leaf in leaves if isinstance(leaf, int | float)]
+    left = _NUMBER.sub(lambda match: " " if _is_read(match[0], numbers) else match[0], left)
     left = _SIGNS.sub(" ", _FORMAT_WORD.sub(" ", left)).strip()
     return f"a part of its text was not read: {left[:40]!r}" if left else ""
 
@@ -112,8 +111,8 @@ def _without_word(text: str, word: str | None) -> str:
     return re.sub(f"{before}{re.escape(word)}{after}", " ", text)
 
 
-def _to_float(number: float) -> float:
-    try:
-        return float(number)
-    except OverflowError:
-        return math.copysign(math.inf, number)
+def _is_read(written: str, numbers: Sequence[float]) -> bool:
+    """Whether a written number is one of those that were read; an integer is so exactly."""
+    is_whole = len(written) < 400 and written.lstrip("+-").isdigit()
+    value = int(written) if is_whole else float(written)
+    return any(value == number for number in numbers)

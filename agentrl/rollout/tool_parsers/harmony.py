@@ -39,6 +39,8 @@ class HarmonyParser(ToolParser):
         content = body + len(_MESSAGE) if has_content else body
         recipient = _RECIPIENT.match(header)
         if recipient is None:
+            if has_content and ("to=" in header or "<|constrain|>" in header):
+                return _malformed(text, content, "its header cannot be read", "")
             end = _END.search(text, content) if has_content else None
             return Piece(end.end() if end else len(text) if has_content else body, ())
         name = recipient[1].removeprefix("functions.")

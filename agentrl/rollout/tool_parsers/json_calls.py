@@ -67,7 +67,10 @@ class JsonParser(ToolParser):
         if decoded.reason is not None:
             if re.compile(CALL_SHAPED).match(text, body):
                 return Piece(len(text), (Problem(decoded.reason),))
-            return Piece(find_closing(text, body, _MARKS) or len(text), ())
+            end = find_closing(text, body, _MARKS)
+            if end is None and re.compile(CALL_SHAPED).search(text, body + 1):
+                return Piece(len(text), (Problem("an object before it is not closed"),))
+            return Piece(end or len(text), ())
         found = (call_of(decoded.value),) if _is_call_shaped(decoded.value) else ()
         return Piece(decoded.end, found)
 

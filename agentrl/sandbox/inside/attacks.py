@@ -24,15 +24,15 @@ def find_breaches(target: Mapping[str, Any]) -> list[str]:
     """Try every attack; return those that succeeded.
 
     Args:
-        target: A file that every user may read and write (`secret`), a process (`pid`) and a `port`
-            outside; the limits of this sandbox (`memory_bytes`, `disk_bytes`, `max_processes`,
-            `max_open_files`).
+        target: A file that every user may read and write (`secret`), a process (`pid` in
+            `pid_namespace`) and a `port` outside; the limits of this sandbox (`memory_bytes`,
+            `disk_bytes`, `max_processes`, `max_open_files`).
     """
     secret = target["secret"]
     attacks: dict[str, Callable[[], object]] = {
         "read a file of the trainer": lambda: os.open(secret, os.O_RDONLY),
         "write to a file of the trainer": lambda: os.open(secret, os.O_WRONLY),
-        "signal the trainer": lambda: os.kill(target["pid"], 0),
+        "signal the trainer": lambda: _signals(target["pid"], target["pid_namespace"]),
         "connect to a port": lambda: socket.create_connection(("127.0.0.1", target["port"]), 2),
         "change what is mounted": _changes_mounts,
         "make a read-only file system writable": _remounts,
@@ -59,6 +59,15 @@ def _succeeds(attack: Callable[[], object]) -> bool:
         return attack() is not False
     except (OSError, ValueError, MemoryError):
         return False
+
+
+def _signals(pid: int, namespace: str) -> bool:
+    """In another namespace, the number is that of a process of this sandbox."""
+    with suppress(OSError):
+        if os.readlink("/proc/self/ns/pid") != namespace:
+            return False
+    os.kill(pid, 0)
+    return True
 
 
 def _changes_mounts() -> bool:

@@ -21,7 +21,7 @@ class Limits(TypedDict):
     syscall_filter: str | None
     """A seccomp program in hexadecimal; None allows every system call."""
     relay: tuple[str, int] | None
-    """The gateway's socket, and the port of the sandbox that programs reach it by."""
+    """The gateway's socket, and the port in the sandbox at which programs reach it."""
     hidden: list[tuple[str, str]]
     """Prefixes of paths, and the text that replaces each of them in a traceback."""
 

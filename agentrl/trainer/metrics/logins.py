@@ -32,7 +32,7 @@ _SERVICES: Mapping[str, _Service] = {
             **dict.fromkeys(("$NETRC", "~/.netrc", "~/_netrc"), ("wandb", "$WANDB_BASE_URL")),
             **dict.fromkeys(
                 ("$WANDB_CONFIG_DIR/settings", "~/.config/wandb/settings", "wandb/settings"),
-                ("api_key", "mode"),
+                ("api_key", "offline", "disabled"),
             ),
         },
     ),
